@@ -1,0 +1,63 @@
+"""Models and processors from a local folder or a Hub id."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, RepositoryNotFoundError
+from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel, ProcessorMixin
+
+from llava_norm_align.common.errors import InputError
+from llava_norm_align.common.weights import read_json
+
+DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "*.py", "*.md"]
+
+
+def resolve_model(model: str, revision: str | None = None, patterns: list[str] | None = None) -> Path:
+    """The local folder of `model`: a folder, or a Hub id that is downloaded to the cache (`patterns`: which files)."""
+    path = Path(model)
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise InputError(f"{model} is a file; a model folder or a Hub id such as llava-hf/llava-1.5-7b-hf was expected.")
+    if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
+        raise InputError(f"There is no folder {model}. Name a model folder or a Hub id such as llava-hf/llava-1.5-7b-hf.")
+    try:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns or MODEL_FILES))
+    except HFValidationError:
+        raise InputError(f"{model} is neither a folder nor a Hub id such as llava-hf/llava-1.5-7b-hf.") from None
+    except RepositoryNotFoundError:
+        raise InputError(
+            f"There is no folder {model}, and the Hub has no model of that name that you may read. "
+            "Check the name; for a private or gated model, log in with: hf auth login"
+        ) from None
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
+        raise InputError(
+            f"There is no folder {model}, and the Hub cannot be asked for it ({type(error).__name__}). "
+            "Check the path or the connection, or download the model first."
+        ) from None
+
+
+def load_config(folder: Path) -> dict[str, Any]:
+    """config.json of a model folder as a dict, with a model_type."""
+    if not any(folder.iterdir()):
+        raise InputError(f"The folder {folder} is empty; a model folder with config.json and weights was expected.")
+    config = read_json(folder / "config.json", "the configuration of a model")
+    if not isinstance(config.get("model_type"), str):
+        raise InputError(f"{folder / 'config.json'} has no model_type; the configuration of a model was expected.")
+    return config
+
+
+def load_model(folder: Path, dtype: str = "auto", device: str | None = None) -> PreTrainedModel:
+    """A vision-language model in eval mode. A norm-aligned one loads under its guard: damaged weights raise."""
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=DTYPES[dtype], trust_remote_code=False)
+    return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
+
+
+def load_processor(folder: Path) -> ProcessorMixin:
+    """The processor of a vision-language model."""
+    return AutoProcessor.from_pretrained(folder, trust_remote_code=False)
+
+

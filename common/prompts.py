@@ -1,0 +1,29 @@
+"""A question about an image as model inputs."""
+
+from collections.abc import Sequence
+
+from PIL import Image
+from transformers import BatchFeature, ProcessorMixin
+
+PLAIN_TEMPLATE = "USER: {image}\n{question} ASSISTANT:"  # LLaVA-1.5's, for processors without a chat template
+
+
+def render_prompt(processor: ProcessorMixin, question: str, with_image: bool = True) -> str:
+    """The prompt text of one turn by the processor's chat template, up to where the answer starts."""
+    if getattr(processor, "chat_template", None) is None:
+        image = processor.image_token if with_image else ""
+        return PLAIN_TEMPLATE.format(image=image, question=question).replace("USER: \n", "USER: ")
+    content = [{"type": "image"}] if with_image else []
+    content.append({"type": "text", "text": question})
+    return processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+
+
+def prepare_inputs(
+    processor: ProcessorMixin, questions: Sequence[str], images: Sequence[Image.Image] | None
+) -> BatchFeature:
+    """Left-padded input ids, attention mask and pixel values of one question per row, with one image each or none."""
+    texts = [render_prompt(processor, question, images is not None) for question in questions]
+    processor.tokenizer.padding_side = "left"
+    if images is None:
+        return processor(text=texts, padding=True, return_tensors="pt")
+    return processor(text=texts, images=list(images), padding=True, return_tensors="pt")

@@ -1,0 +1,45 @@
+"""Result files: JSON with the versions, the weights and the command that they came from."""
+
+import hashlib
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import llava_norm_align
+
+SCHEMA_VERSION = 1
+FOLDER = "norm_align"
+
+
+def provenance() -> dict[str, Any]:
+    """Schema version, library versions and the command: the head of every result file."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "versions": {
+            "llava_norm_align": llava_norm_align.__version__,
+            "transformers": transformers.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+    }
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write `content` beside `path`, then rename; the parent folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.writing")
+    partial.write_text(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+
+
+def sha256_file(path: Path) -> str:
+    """Hex sha256 of a file, read in blocks."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
