@@ -208,8 +208,12 @@ class LlavaNormAlignForConditionalGeneration(NormAlignPreTrainedMixin, LlavaForC
         self.post_init()
 
 
-if TRANSFORMERS_5:  # it renames checkpoint keys by model type, and skips custom code whose type is not registered
-    for ours, parent in (("llava_norm_align", "llava"), ("LlavaNormAlignModel", "LlavaModel")):
+if TRANSFORMERS_5:  # it renames checkpoint keys by class or model type, and skips custom code that is not registered
+    for ours, parent in (
+        ("llava_norm_align", "llava"),
+        ("LlavaNormAlignForConditionalGeneration", "llava"),  # for a config.json of another model type
+        ("LlavaNormAlignModel", "LlavaModel"),
+    ):
         register_checkpoint_conversion_mapping(ours, get_checkpoint_conversion_mapping(parent), overwrite=True)
 
 

@@ -4,6 +4,7 @@ usage: python alone.py REQUEST.json ANSWER.json     a list of tasks in, a list o
 """
 
 import json
+import shutil
 import sys
 import warnings
 from pathlib import Path
@@ -36,9 +37,20 @@ def load(task):
 
 
 def write_stock(task):
+    """Save a stock LLaVA, and what it answers when a norm written in plain tensors follows its projector."""
     model = tiny.stock_llava(task["tower"], task["family"], task["tied"])
     model.save_pretrained(task["folder"], max_shard_size=task["shard"])
-    tiny.processor(task["tower"]).save_pretrained(task["folder"])
+    processor = tiny.processor(task["tower"])
+    processor.save_pretrained(task["folder"])
+    target = model.get_input_embeddings().weight.detach().double().norm(dim=1).mean().item()
+
+    def align(module, inputs, x):
+        centred = x - x.mean(-1, keepdim=True)
+        return centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * target / x.shape[-1] ** 0.5
+
+    model.model.multi_modal_projector.register_forward_hook(align)
+    with torch.no_grad():
+        torch.save({"logits": model(**tiny.prompt_with_image(processor)).logits}, task["out"])
     return {}
 
 
@@ -64,9 +76,13 @@ def read(task):
 
 
 def save_again(task):
+    """Save the model anew; the processor's files are copied, because 4.57 cannot read a tokenizer that 5 saved."""
     model, _ = load(task)
     model.save_pretrained(task["out"], max_shard_size=task["shard"])
-    AutoProcessor.from_pretrained(task["folder"], trust_remote_code=True).save_pretrained(task["out"])
+    for path in Path(task["folder"]).iterdir():
+        if path.is_file() and path.suffix in (".json", ".jinja", ".model") and not Path(task["out"], path.name).exists():
+            if not path.name.startswith("model.safetensors"):
+                shutil.copy(path, task["out"])
     return {}
 
 
