@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, RepositoryNotFoundError
+from safetensors import SafetensorError
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel, ProcessorMixin
 
 from llava_norm_align.common.errors import InputError
@@ -51,13 +52,26 @@ def load_config(folder: Path) -> dict[str, Any]:
 
 
 def load_model(folder: Path, dtype: str = "auto", device: str | None = None) -> PreTrainedModel:
-    """A vision-language model in eval mode. A norm-aligned one loads under its guard: damaged weights raise."""
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=DTYPES[dtype], trust_remote_code=False)
+    """A vision-language model in eval mode. A norm-aligned one loads under its guard: InputError if it is damaged."""
+    load_config(folder)
+    try:
+        model = AutoModelForImageTextToText.from_pretrained(folder, dtype=DTYPES[dtype], trust_remote_code=False)
+    except (RuntimeError, ValueError, OSError, SafetensorError) as error:
+        raise InputError(f"{folder} could not be loaded as a vision-language model: {first_line(error)}") from error
     return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
 
 
 def load_processor(folder: Path) -> ProcessorMixin:
-    """The processor of a vision-language model."""
-    return AutoProcessor.from_pretrained(folder, trust_remote_code=False)
+    """The processor of a vision-language model. InputError if the folder has none."""
+    try:
+        processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
+    except (RuntimeError, ValueError, OSError, TypeError, KeyError) as error:
+        raise InputError(f"{folder} has no processor that can be loaded: {first_line(error)}") from error
+    if not isinstance(processor, ProcessorMixin):  # transformers falls back to the tokenizer alone
+        raise InputError(f"{folder} has a {type(processor).__name__}, but no processor for images was found there.")
+    return processor
 
 
+def first_line(error: Exception) -> str:
+    """The first line of an error's message that says something."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -78,7 +78,9 @@ def read_header(path: Path) -> list[StoredTensor]:
 def read_weights(folder: Path) -> StoredWeights:
     """The safetensors weights of a model folder: one file, or shards with an index that agrees with them."""
     index = None
-    if (folder / INDEX_FILE).is_file():
+    if (folder / SINGLE_FILE).is_file():  # transformers takes it even if there is an index too
+        files = [folder / SINGLE_FILE]
+    elif (folder / INDEX_FILE).is_file():
         index = read_json(folder / INDEX_FILE, "the index of the weight shards")
         weight_map = index.get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
@@ -94,8 +96,6 @@ def read_weights(folder: Path) -> StoredWeights:
                 "Download or convert the model again."
             )
         files = [folder / name for name in names]
-    elif (folder / SINGLE_FILE).is_file():
-        files = [folder / SINGLE_FILE]
     else:
         raise InputError(
             f"There are no weights in {folder}: {SINGLE_FILE} or {INDEX_FILE} was expected. Download the model again."

