@@ -1,0 +1,77 @@
+# Two commands matter: make demo and make test. Both need only Python 3.11 or newer, make and git.
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+JOBS ?= 2
+
+PY := .venv/bin/python
+PY4 := .venv-tf4/bin/python
+NEWEST := .venv-newest/bin/python
+INSTALL := -m pip install --disable-pip-version-check
+
+# One thread a process: tiny models gain nothing from more, and the workers would fight for the cores.
+FAST := env OMP_NUM_THREADS=1
+PYTEST_FAST := -m pytest tests/fast -n $(JOBS) --dist loadfile
+
+.PHONY: help demo test test-slow test-newest lint format readme clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo 'make demo         install into .venv, then: measure, convert, train and ask a small real LLaVA'
+	@echo 'make test         lint and all tests, with transformers 5 (.venv) and 4.57 (.venv-tf4)'
+	@echo 'make test-slow    the tests that take longer than that'
+	@echo 'make test-newest  fast tests and load matrix with the newest dependencies (.venv-newest); TORCH=torch: of torch, too'
+	@echo 'make lint, make format, make readme, make clean'
+
+demo: .venv/.ready
+	.venv/bin/llava-norm-align demo
+
+test: lint .venv-tf4/.ready
+	$(FAST) $(PY) $(PYTEST_FAST)
+	$(FAST) $(PY4) $(PYTEST_FAST)
+	$(PY) -m pytest tests/matrix tests/real
+
+test-slow: .venv/.ready .venv-tf4/.ready
+	$(PY) -m pytest tests/slow
+
+test-newest: .venv-tf4/.ready
+	rm -rf .venv-newest
+	$(call environment,.venv-newest,$(TORCH))
+	@$(NEWEST) -m pip freeze --exclude-editable
+	$(FAST) $(NEWEST) $(PYTEST_FAST)
+	$(NEWEST) -m pytest tests/matrix
+
+lint: .venv/.ready
+	.venv/bin/ruff check
+	.venv/bin/ruff format --check
+
+format: .venv/.ready
+	.venv/bin/ruff check --fix
+	.venv/bin/ruff format
+
+readme: .venv/.ready
+	$(PY) docs/readme.py
+
+clean:
+	rm -rf build dist demo *.egg-info .pytest_cache .ruff_cache
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
+
+.venv/.ready: constraints/transformers-5.txt setup.cfg pyproject.toml
+	$(call environment,.venv,$(TORCH),-c $<)
+	@touch $@
+
+.venv-tf4/.ready: constraints/transformers-4.txt setup.cfg pyproject.toml
+	$(call environment,.venv-tf4,$(TORCH),-c $<)
+	@touch $@
+
+# $(call environment,FOLDER,TORCH,PIP OPTIONS): a virtual environment with the package, editable. A torch that is
+# already in it stays.
+define environment
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	echo 'make: Python 3.11 or newer is needed, but "$(PYTHON)" is not one. Name one: make PYTHON=/path/to/python3.11' >&2; exit 1; }
+@$(1)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(1)
+@$(1)/bin/python -c 'import torch' 2>/dev/null || { \
+	echo 'Installing $(2) into $(1)'; $(1)/bin/python $(INSTALL) $(2); }
+@echo 'Installing llava-norm-align and its dependencies into $(1)'
+@$(1)/bin/python $(INSTALL) --quiet -e '.[dev,micro,samples]' $(3)
+endef

@@ -1,0 +1,107 @@
+"""The processor and tokenizer files of a LLaVA, completed so that transformers 4.57 and 5 load and count alike."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModel, PretrainedConfig
+
+from llava_norm_align.common.results import write_json
+from llava_norm_align.common.weights import read_json
+
+PROCESSOR_FILE = "processor_config.json"
+IMAGE_PROCESSOR_FILE = "preprocessor_config.json"
+TOKENIZER_FILE = "tokenizer_config.json"
+
+
+def count_additional_tokens(vision_config: PretrainedConfig) -> int:
+    """Tokens that the vision tower adds to its patches: 1 for a CLS token, more with registers, 0 for SigLIP.
+
+    Counted on a model without memory (meta device) rather than looked up by model type.
+    """
+    height, width = _sides(vision_config.image_size)
+    patch_height, patch_width = _sides(vision_config.patch_size)
+    with torch.device("meta"), torch.no_grad():
+        tower = AutoModel.from_config(vision_config).eval()
+        pixels = torch.empty(1, vision_config.num_channels, height, width)
+        tokens = tower(pixel_values=pixels).last_hidden_state.shape[1]
+    return tokens - (height // patch_height) * (width // patch_width)
+
+
+def _sides(size: int | list[int] | tuple[int, ...]) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else (size[0], size[1])
+
+
+def processor_fields(config: PretrainedConfig) -> dict[str, Any]:
+    """The fields of LlavaProcessor that decide how many image tokens a prompt gets, from the model's own config."""
+    return {
+        "patch_size": _sides(config.vision_config.patch_size)[0],
+        "vision_feature_select_strategy": config.vision_feature_select_strategy,
+        "num_additional_image_tokens": count_additional_tokens(config.vision_config),
+    }
+
+
+def complete_processor_files(folder: Path, config: PretrainedConfig) -> list[str]:
+    """Write the LLaVA fields into the processor files of `folder`; returns what was changed, in words.
+
+    Without them LlavaProcessor fails, or counts one image token too few. With `processor_class`, 4.57's AutoProcessor
+    does not ask about the remote code in config.json. `crop_size` is what vLLM reads for every tower. Files of another
+    processor class (Pixtral's) and folders without an image processor are left as they are.
+    """
+    processor, image_processor, tokenizer = (
+        read_json(folder / name, "a part of the processor") if (folder / name).is_file() else {}
+        for name in (PROCESSOR_FILE, IMAGE_PROCESSOR_FILE, TOKENIZER_FILE)
+    )
+    nested = processor.get("image_processor") or {}  # transformers 5 has it in one file
+    classes = [
+        content["processor_class"]
+        for content in (processor, image_processor, tokenizer)
+        if content.get("processor_class")
+    ]
+    if not (image_processor or nested) or (classes and classes[0] != "LlavaProcessor"):
+        return []
+    changes = []
+    for name, value in {"processor_class": "LlavaProcessor", **processor_fields(config)}.items():
+        if processor.get(name) != value:
+            changes.append(f"{PROCESSOR_FILE}: {name} {json.dumps(processor.get(name))} -> {json.dumps(value)}")
+            processor[name] = value
+    for content, name in ((nested, PROCESSOR_FILE), (image_processor, IMAGE_PROCESSOR_FILE)):
+        if content.get("size") and not content.get("crop_size"):
+            content["crop_size"] = _crop_size(content["size"])
+            changes.append(f"{name}: crop_size null -> {json.dumps(content['crop_size'])}")
+    if changes:
+        write_json(folder / PROCESSOR_FILE, processor)
+    if image_processor:
+        write_json(folder / IMAGE_PROCESSOR_FILE, image_processor)
+    return changes
+
+
+def _crop_size(size: int | dict[str, int]) -> dict[str, int]:
+    if isinstance(size, int):
+        return {"height": size, "width": size}
+    side = size.get("shortest_edge")
+    return {"height": size.get("height", side), "width": size.get("width", side)}
+
+
+def make_tokenizer_portable(folder: Path) -> list[str]:
+    """Let transformers 4.57 load a tokenizer that 5 saved; returns what was changed, in words.
+
+    4.57 has no class TokenizersBackend, and reads `extra_special_tokens` as a dict. The names written here are read
+    alike by both.
+    """
+    path = folder / TOKENIZER_FILE
+    if not path.is_file():
+        return []
+    content, changes = read_json(path, "a tokenizer's settings"), []
+    if content.get("tokenizer_class") == "TokenizersBackend":
+        content["tokenizer_class"] = "PreTrainedTokenizerFast"
+        content.setdefault("model_input_names", ["input_ids", "attention_mask"])  # 4.57 would add token_type_ids
+        changes.append(f"{TOKENIZER_FILE}: tokenizer_class TokenizersBackend -> PreTrainedTokenizerFast")
+    if isinstance(content.get("extra_special_tokens"), list):
+        extra = content.pop("extra_special_tokens")
+        content["additional_special_tokens"] = content.get("additional_special_tokens") or extra
+        changes.append(f"{TOKENIZER_FILE}: the list extra_special_tokens -> additional_special_tokens")
+    if changes:
+        write_json(path, content)
+    return changes

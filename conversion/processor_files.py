@@ -1,0 +1,215 @@
+"""Tokenizer, chat template and image processor of an assembled LLaVA, as files for transformers 4.57 and 5."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from llava_norm_align.common.errors import InputError
+from llava_norm_align.common.results import write_json
+from llava_norm_align.common.weights import read_json
+from llava_norm_align.conversion.processor_fields import (
+    IMAGE_PROCESSOR_FILE,
+    PROCESSOR_FILE,
+    TOKENIZER_FILE,
+    make_tokenizer_portable,
+)
+
+IMAGE_TOKEN = "<image>"
+OTHER_TOKENIZER_FILES = ("tokenizer.model", "vocab.json", "merges.txt")
+CLIP_MEAN, CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
+
+# A language model's own template joins strings; LLaVA's messages hold lists of parts. This makes strings of the lists:
+# the images of a message first, each on a line of its own, then its text, as in LLaVA-1.5.
+FLATTEN_PARTS = """\
+{%- set flat = namespace(messages=[]) -%}
+{%- for message in messages -%}
+{%- set text = namespace(value='') -%}
+{%- if message['content'] is string or message['content'] is none or message['content'] is not defined -%}
+{%- set text.value = message['content'] -%}
+{%- else -%}
+{%- for part in message['content'] if part['type'] == 'image' -%}
+{%- set text.value = text.value + '<image>\\n' -%}
+{%- endfor -%}
+{%- for part in message['content'] if part['type'] == 'text' -%}
+{%- set text.value = text.value + part['text'] -%}
+{%- endfor -%}
+{%- endif -%}
+{%- set flat.messages = flat.messages + [dict(message, content=text.value)] -%}
+{%- endfor -%}
+{%- set messages = flat.messages -%}
+"""
+
+# LLaVA-1.5's vicuna prompt, without the system sentence, as in llava-hf/llava-1.5-7b-hf.
+VICUNA_TEMPLATE = """\
+{%- for message in messages -%}
+{%- if message['role'] == 'system' -%}{{ message['content'] + ' ' }}
+{%- elif message['role'] == 'assistant' -%}
+{{ 'ASSISTANT: ' }}{% generation %}{{ message['content'] + (eos_token or '') }}{% endgeneration %}
+{%- else -%}{{ 'USER: ' + message['content'] + ' ' }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ 'ASSISTANT:' }}{%- endif -%}
+"""
+
+
+def write_tokenizer(folder: Path, source: Path) -> int:
+    """Copy the tokenizer files of `source`, add `<image>` as a special token if it has none, and return its id.
+
+    The chat template becomes a file of its own, which the processor and the tokenizer both read.
+    """
+    if not (source / "tokenizer.json").is_file():
+        source = _convert_slow_tokenizer(source, folder / ".tokenizer")
+    tokenizer = read_json(source / "tokenizer.json", "the tokenizer of a language model")
+    config = read_json(source / TOKENIZER_FILE, "the configuration of a tokenizer")
+    try:
+        taken = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
+        vocabulary = tokenizer["model"]["vocab"]
+        ids = (
+            [*vocabulary.values(), *taken.values()]
+            if isinstance(vocabulary, dict)
+            else [*range(len(vocabulary)), *taken.values()]
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise InputError(
+            f"{source / 'tokenizer.json'} is broken ({error!r}). Download the language model again."
+        ) from None
+    image_token_id = taken.get(IMAGE_TOKEN, max(ids) + 1)
+    if IMAGE_TOKEN not in taken:
+        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+        tokenizer["added_tokens"].append({"id": image_token_id, "content": IMAGE_TOKEN, **flags})
+        if "added_tokens_decoder" in config:
+            config["added_tokens_decoder"][str(image_token_id)] = {"content": IMAGE_TOKEN, **flags}
+    template = _read_chat_template(source, config)
+    for name in OTHER_TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False, indent=1), encoding="utf-8")
+    _write_tokenizer_config(folder, config)
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    shutil.rmtree(folder / ".tokenizer", ignore_errors=True)
+    return image_token_id
+
+
+def _convert_slow_tokenizer(source: Path, scratch: Path) -> Path:
+    """tokenizer.json and its configuration for a language model that has only the older files."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, use_fast=True)
+        tokenizer.save_pretrained(scratch)
+    except Exception as error:  # every tokenizer class has its own way to fail on missing files
+        raise InputError(
+            f"There is no tokenizer in {source} that transformers can read ({type(error).__name__}: {error}): "
+            "tokenizer.json was expected beside the language model's weights. Download the model again."
+        ) from None
+    if not (scratch / "tokenizer.json").is_file():
+        raise InputError(
+            f"The tokenizer in {source} has no fast form (tokenizer.json). Use a language model that has one."
+        )
+    return scratch
+
+
+def _write_tokenizer_config(folder: Path, config: dict[str, Any]) -> None:
+    """The source's settings in names that both lines read, with `<image>` among the special tokens."""
+    dropped = ("chat_template", "backend", "is_local", "local_files_only")  # the last three are what 5 adds
+    write_json(folder / TOKENIZER_FILE, {key: value for key, value in config.items() if key not in dropped})
+    make_tokenizer_portable(folder)
+    config = read_json(folder / TOKENIZER_FILE, "the configuration of a tokenizer")
+    special = config.get("additional_special_tokens") or []
+    config["additional_special_tokens"] = special + [IMAGE_TOKEN] * (IMAGE_TOKEN not in special)
+    config.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
+    config.setdefault("model_input_names", ["input_ids", "attention_mask"])  # 4.57 would add token_type_ids
+    config["processor_class"] = "LlavaProcessor"
+    write_json(folder / TOKENIZER_FILE, config)
+
+
+def _read_chat_template(source: Path, config: dict[str, Any]) -> str:
+    """The language model's own template made to accept image parts, or LLaVA-1.5's."""
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several named templates
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    if (source / "chat_template.jinja").is_file():
+        template = (source / "chat_template.jinja").read_text(encoding="utf-8")
+    template = template or VICUNA_TEMPLATE
+    return template if IMAGE_TOKEN in template else FLATTEN_PARTS + template
+
+
+def image_processor_config(source: Path, family: str) -> dict[str, Any]:
+    """preprocessor_config.json for a tower of `family` (clip, siglip, dinov2), with the values that `source` gives.
+
+    `size` and `crop_size` are always dicts: vLLM reads `crop_size` even where nothing is cropped, as for SigLIP.
+    """
+    if (source / IMAGE_PROCESSOR_FILE).is_file():
+        found = read_json(source / IMAGE_PROCESSOR_FILE, "an image processor's configuration")
+    else:
+        found = read_json(source / PROCESSOR_FILE, "preprocessor_config.json (how the tower's images are prepared)")
+        found = found.get("image_processor")
+    if not isinstance(found, dict) or "size" not in found:
+        raise InputError(
+            f"The image processor's configuration in {source} has no size. Download the vision tower again."
+        )
+    size = found["size"]
+    side = size if isinstance(size, int) else size.get("shortest_edge", size.get("height"))
+    crop = found.get("crop_size") or side
+    if family == "siglip":
+        kind, size = "SiglipImageProcessor", _square(size)
+        crop = size
+    else:
+        kind, crop = "CLIPImageProcessor", _square(crop)
+        size = {"shortest_edge": side} if isinstance(side, int) else size
+    return {
+        "image_processor_type": kind,
+        "processor_class": "LlavaProcessor",
+        "do_convert_rgb": True,
+        "do_resize": True,
+        "size": size,
+        "resample": found.get("resample", 3),  # bicubic, as all three families were trained
+        "do_center_crop": family != "siglip",
+        "crop_size": crop,
+        "do_rescale": True,
+        "rescale_factor": found.get("rescale_factor", 1 / 255),
+        "do_normalize": True,
+        "image_mean": found.get("image_mean", [0.5] * 3 if family == "siglip" else CLIP_MEAN),
+        "image_std": found.get("image_std", [0.5] * 3 if family == "siglip" else CLIP_STD),
+    }
+
+
+def _square(size: int | dict[str, int]) -> dict[str, int]:
+    return (
+        {"height": size, "width": size}
+        if isinstance(size, int)
+        else {"height": size["height"], "width": size["width"]}
+    )
+
+
+def write_processor(
+    folder: Path, image_processor: dict[str, Any], patch_size: int, strategy: str, extra_tokens: int
+) -> None:
+    """The processor and image processor files. `extra_tokens`: how many the tower puts before its patches (CLS)."""
+    write_json(folder / IMAGE_PROCESSOR_FILE, image_processor)
+    content = {
+        "processor_class": "LlavaProcessor",
+        "image_token": IMAGE_TOKEN,
+        "patch_size": patch_size,
+        "num_additional_image_tokens": extra_tokens,
+        "vision_feature_select_strategy": strategy,
+    }
+    write_json(folder / PROCESSOR_FILE, content)
+
+
+def write_generation_config(folder: Path, source: Path, text_config: dict[str, Any]) -> None:
+    """The language model's own, without the sampling values that `save_pretrained` refuses when nothing is sampled."""
+    if (source / "generation_config.json").is_file():
+        config = read_json(source / "generation_config.json", "a generation configuration")
+    else:
+        config = {
+            key: text_config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in text_config
+        }
+    if not config.get("do_sample"):
+        config = {
+            key: value
+            for key, value in config.items()
+            if key not in ("temperature", "top_p", "top_k", "min_p", "typical_p")
+        }
+    write_json(folder / "generation_config.json", config)

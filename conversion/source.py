@@ -1,0 +1,133 @@
+"""The stock LLaVA checkpoint that is converted, read and checked without loading a tensor."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import PretrainedConfig
+
+import llava_norm_align
+from llava_norm_align.common.errors import InputError
+from llava_norm_align.common.loading import load_config
+from llava_norm_align.common.weights import INDEX_FILE, SINGLE_FILE, StoredTensor, StoredWeights, read_weights
+from llava_norm_align.configuration import LlavaNormAlignConfig
+
+# old layout: language_model.model.* and vision_tower.*; new layout: model.language_model.* and model.vision_tower.*
+TABLE_NAME = re.compile(
+    r"(model\.)?language_model\.(model\.|transformer\.)?(embed_tokens|word_embeddings|wte|embed_in)\.weight"
+)
+PROJECTOR_NAME = re.compile(r"((?:model\.)?multi_modal_projector\.)linear_1\.weight")
+HEAD_NAME = re.compile(r"(language_model\.)?lm_head\.weight")
+QUANTISED_DTYPE = re.compile(r"[IU](8|16|32)|F[468]_.*")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A stock LLaVA folder: its config.json as it is, as a config object, and where its tensors lie."""
+
+    folder: Path
+    raw_config: dict[str, Any]
+    config: PretrainedConfig  # with norm_align_type "none", the stock model; tied if it has no head
+    weights: StoredWeights
+    table: StoredTensor  # the text embeddings
+    projector_prefix: str  # the norm's tensors follow the layout of the others
+    tie_is_missing: bool  # there is no lm_head, and only text_config says that it is tied
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.stat().st_size for file in self.weights.files)
+
+
+def read_source(folder: Path) -> Source:
+    """Read the headers of a LLaVA folder. InputError for all but a stock, unquantised LLaVA in safetensors."""
+    raw_config = load_config(folder)
+    _check_kind(folder, raw_config)
+    config = _parse_config(folder, raw_config)
+    weights = _read_safetensors(folder)
+    _check_not_quantised(folder, raw_config, weights)
+    table = _find(
+        weights, TABLE_NAME, folder, "text embedding table (such as language_model.model.embed_tokens.weight)"
+    )
+    projector = _find(weights, PROJECTOR_NAME, folder, "projector (multi_modal_projector.linear_1.weight)")
+    prefix = PROJECTOR_NAME.fullmatch(projector)[1]
+    has_head = any(HEAD_NAME.fullmatch(name) for name in weights.tensors)
+    tied_in_text = bool(raw_config["text_config"].get("tie_word_embeddings"))
+    tie_is_missing = tied_in_text and not has_head and not raw_config.get("tie_word_embeddings")
+    if tie_is_missing:  # or the head would be random
+        config.tie_word_embeddings = True
+    return Source(folder, raw_config, config, weights, weights.tensors[table], prefix, tie_is_missing)
+
+
+def _check_kind(folder: Path, config: dict[str, Any]) -> None:
+    kind = config["model_type"]
+    if kind == "llava_norm_align":
+        raise InputError(
+            f"{folder} is already converted (model_type llava_norm_align). Name the stock LLaVA it came from."
+        )
+    if (folder / "adapter_config.json").is_file():
+        raise InputError(
+            f"{folder} holds a PEFT adapter beside the model. Merge the adapter first, then convert the result."
+        )
+    if kind == "llava" and ("text_config" in config and "vision_config" in config):
+        return
+    if kind == "llava":
+        raise InputError(
+            f"{folder / 'config.json'} has no text_config or no vision_config, as in the original LLaVA "
+            "repository's layout; the transformers layout was expected. Use a llava-hf checkpoint, such as "
+            "llava-hf/llava-1.5-7b-hf."
+        )
+    classes = ", ".join(map(str, config.get("architectures") or ["no architectures named"]))
+    if kind.startswith("llava") or kind in ("vipllava", "video_llava"):
+        raise InputError(
+            f"{folder} is a {kind} model ({classes}), a relative of LLaVA that is not supported yet: version "
+            f"{llava_norm_align.__version__} converts model_type llava. Use one such as llava-hf/llava-1.5-7b-hf."
+        )
+    raise InputError(
+        f"{folder} is not a LLaVA: its config.json says model_type {kind} ({classes}). "
+        "Use a checkpoint of model_type llava, such as llava-hf/llava-1.5-7b-hf."
+    )
+
+
+def _parse_config(folder: Path, raw_config: dict[str, Any]) -> PretrainedConfig:
+    content = {key: value for key, value in raw_config.items() if key not in ("model_type", "auto_map")}
+    try:
+        return LlavaNormAlignConfig.from_dict({**content, "norm_align_type": "none"})
+    except Exception as error:  # config classes raise whatever their fields lead to; in 5 also validation errors
+        raise InputError(
+            f"transformers {transformers.__version__} cannot read {folder / 'config.json'} as a LLaVA "
+            f"({type(error).__name__}: {error}). Check text_config and vision_config, or install a newer transformers."
+        ) from error
+
+
+def _read_safetensors(folder: Path) -> StoredWeights:
+    has_safetensors = (folder / SINGLE_FILE).is_file() or (folder / INDEX_FILE).is_file()
+    pickled = sorted(path.name for path in folder.glob("*.bin") if path.name.startswith("pytorch_model"))
+    if pickled and not has_safetensors:
+        raise InputError(
+            f"The weights in {folder} are pickled ({pickled[0]}); safetensors were expected. Save it as safetensors "
+            "first: load the model with transformers and call save_pretrained."
+        )
+    return read_weights(folder)
+
+
+def _check_not_quantised(folder: Path, raw_config: dict[str, Any], weights: StoredWeights) -> None:
+    for part in (raw_config, raw_config["text_config"], raw_config["vision_config"]):
+        if isinstance(part, dict) and part.get("quantization_config"):
+            method = part["quantization_config"].get("quant_method", "unknown method")
+            found = f"config.json has a quantization_config ({method})"
+            break
+    else:
+        quantised = [tensor for tensor in weights.tensors.values() if QUANTISED_DTYPE.fullmatch(tensor.dtype)]
+        if not quantised:
+            return
+        found = f"{quantised[0].name} is stored as {quantised[0].dtype}"
+    raise InputError(f"{folder} is quantised: {found}. Convert the unquantised checkpoint, then quantise the result.")
+
+
+def _find(weights: StoredWeights, pattern: re.Pattern[str], folder: Path, what: str) -> str:
+    name = next((name for name in weights.tensors if pattern.fullmatch(name)), None)
+    if name is None:
+        raise InputError(f"The weights in {folder} have no {what}. Use a complete llava-hf checkpoint.")
+    return name

@@ -1,0 +1,324 @@
+"""convert: what is written, under which names, and what the converted model computes."""
+
+import json
+import math
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, AutoModelForImageTextToText, LlavaForConditionalGeneration
+
+from llava_norm_align.common.errors import CheckFailed, InputError
+from llava_norm_align.conversion import convert as conversion
+from llava_norm_align.conversion.convert import conclusion, convert
+from llava_norm_align.conversion.verify import check_norm
+from tests.helpers.convert import HIDDEN, IMAGE, VOCAB, tiny_llava, write_json
+
+PREFIX = {"old": "multi_modal_projector.", "new": "model.multi_modal_projector."}
+WRITTEN_FOR_ALL = {
+    "config.json", "generation_config.json", "chat_template.json", "tokenizer.json", "tokenizer_config.json",
+    "preprocessor_config.json", "processor_config.json", "norm_align", "configuration_llava_norm_align.py",
+    "modeling_llava_norm_align.py",
+}  # fmt: skip
+
+
+def converted(tmp_path, source=None, **options):
+    source = source or tiny_llava(tmp_path / "source")
+    return source, tmp_path / "target", convert(str(source), tmp_path / "target", **{"report": False, **options})
+
+
+def mean_text_norm(folder):
+    """T by the definition, with numpy."""
+    for file in folder.glob("*.safetensors"):
+        for name, tensor in load_file(file).items():
+            if name.endswith("embed_tokens.weight"):
+                norms = (tensor.double().numpy() ** 2).sum(axis=1) ** 0.5
+                return norms[norms > 0].mean()
+
+
+def inputs(patches=4, seed=0):
+    pixels = torch.randn(1, 3, IMAGE, IMAGE, generator=torch.Generator().manual_seed(seed))
+    ids = torch.tensor([[1, 40, *[VOCAB - 1] * patches, 50, 60]])
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels}
+
+
+def load(folder, cls=AutoModelForImageTextToText):
+    model, info = cls.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    return model.eval()
+
+
+@pytest.mark.parametrize("layout", ["old", "new"])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_weights_are_copied_byte_for_byte_and_the_norm_is_a_file_of_its_own(tmp_path, layout, shards):
+    source = tiny_llava(tmp_path / "source", layout=layout, shards=shards, dtype=torch.bfloat16)
+    source, target, summary = converted(tmp_path, source)
+
+    names = [f"model-{number:05d}-of-{shards + 1:05d}.safetensors" for number in range(1, shards + 2)]
+    written = {path.name for path in target.iterdir()} - {
+        "special_tokens_map.json"
+    }  # transformers 4.57 writes that one
+    assert written == WRITTEN_FOR_ALL | set(names) | {"model.safetensors.index.json"}
+    for before, after in zip(sorted(source.glob("*.safetensors")), names[:-1], strict=True):
+        assert before.read_bytes() == (target / after).read_bytes()
+        assert not (target / after).is_symlink()
+    norm = load_file(target / names[-1])
+    assert {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in norm.items()} == {
+        f"{PREFIX[layout]}align_norm.weight": (torch.float32, (HIDDEN,)),
+        f"{PREFIX[layout]}align_norm.bias": (torch.float32, (HIDDEN,)),
+    }
+    index = json.loads((target / "model.safetensors.index.json").read_text())["weight_map"]
+    for name in names:
+        with safe_open(target / name, framework="pt") as file:
+            assert set(file.keys()) == {key for key, file_name in index.items() if file_name == name}
+    assert summary["verification"]["untouched"] == len(index) - 2
+    json.dumps(summary, allow_nan=False)
+
+
+def test_the_gain_starts_at_the_mean_text_norm_over_sqrt_d(tmp_path):
+    source, target, summary = converted(tmp_path)
+    expected = mean_text_norm(source)
+    assert summary["calibration"]["target_norm"] == pytest.approx(expected, rel=1e-12)
+    norm = load(target).model.multi_modal_projector.align_norm
+    torch.testing.assert_close(norm.weight, torch.full((HIDDEN,), expected / math.sqrt(HIDDEN)).float())
+    assert torch.equal(norm.bias, torch.zeros(HIDDEN))
+
+    stored = json.loads((target / "norm_align" / "calibration.json").read_text())
+    assert stored["target_norm"] == summary["calibration"]["target_norm"]
+    assert stored["table"]["rows"] == VOCAB and stored["table"]["rows_left_out"] == 1  # the padding row is zero
+    assert set(stored["versions"]) >= {"llava_norm_align", "transformers", "torch"} and stored["schema_version"]
+
+
+def test_every_field_of_the_source_config_stays_and_ours_are_added(tmp_path):
+    source, target, _ = converted(tmp_path, bias=False, gradient_compensation=False, target_norm=1.5)
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (source, target))
+    ours = {
+        "model_type": "llava_norm_align",
+        "architectures": ["LlavaNormAlignForConditionalGeneration"],
+        "auto_map": {
+            "AutoConfig": "configuration_llava_norm_align.LlavaNormAlignConfig",
+            "AutoModel": "modeling_llava_norm_align.LlavaNormAlignModel",
+            "AutoModelForImageTextToText": "modeling_llava_norm_align.LlavaNormAlignForConditionalGeneration",
+            "AutoModelForVision2Seq": "modeling_llava_norm_align.LlavaNormAlignForConditionalGeneration",
+        },
+        "norm_align_type": "layer_norm",
+        "norm_align_bias": False,
+        "norm_align_gradient_compensation": False,
+        "norm_align_target": 1.5,
+    }
+    assert before["house_note"] == {"kept": True}
+    assert after == before | ours
+
+
+@pytest.mark.parametrize(
+    ("vision", "layout", "tied"),
+    [("clip", "old", False), ("siglip", "new", True), ("dinov2", "old", True), ("clip", "new", True)],
+)
+def test_the_converted_model_is_the_stock_model_with_a_layer_norm_after_the_projector(tmp_path, vision, layout, tied):
+    source = tiny_llava(tmp_path / "source", layout=layout, vision=vision, tied=tied)
+    source, target, summary = converted(tmp_path, source)
+    stock, model = load(source, LlavaForConditionalGeneration), load(target)
+    text = {"input_ids": torch.tensor([[1, 40, 50, 60]]), "attention_mask": torch.ones(1, 4, dtype=torch.long)}
+    image = inputs(patches=4)
+
+    def align(module, args, x):  # by the definition: xhat T / sqrt(D)
+        centred = x - x.mean(-1, keepdim=True)
+        return centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * mean_text_norm(source) / HIDDEN**0.5
+
+    with torch.no_grad():
+        assert torch.equal(stock(**text).logits, model(**text).logits)
+        plain = stock(**image).logits
+        stock.model.multi_modal_projector.register_forward_hook(align)
+        aligned = stock(**image).logits
+        torch.testing.assert_close(model(**image).logits, aligned, atol=1e-5, rtol=1e-5)
+        assert (aligned - plain).abs().max() > 1e-3  # the comparison can fail
+    assert (model.lm_head.weight is model.get_input_embeddings().weight) == tied
+
+
+def test_the_inner_model_loads_alone(tmp_path):
+    _, target, _ = converted(tmp_path)
+    model = AutoModel.from_pretrained(target, dtype="auto")
+    assert type(model).__name__ == "LlavaNormAlignModel"
+    assert model.multi_modal_projector.align_norm.weight.dtype == torch.float32
+
+
+def test_the_norm_stays_in_fp32_beside_bf16_weights(tmp_path):
+    _, target, _ = converted(tmp_path, tiny_llava(tmp_path / "source", dtype=torch.bfloat16))
+    model = load(target)
+    norm = model.model.multi_modal_projector.align_norm
+    assert norm.weight.dtype == norm.bias.dtype == torch.float32
+    assert model.lm_head.weight.dtype == torch.bfloat16
+
+
+def test_the_stock_class_is_not_what_auto_classes_load(tmp_path):
+    """A checkpoint that keeps the type llava loads in the stock class, which drops the norm without an error."""
+    _, target, _ = converted(tmp_path)
+    assert type(load(target)).__name__ == "LlavaNormAlignForConditionalGeneration"
+
+
+@pytest.mark.parametrize("layout", ["old", "new"])
+def test_the_norm_has_the_projectors_prefix(tmp_path, layout):
+    """LLaVA's own training scripts save and reload the keys under that prefix, and no others."""
+    _, target, summary = converted(tmp_path, tiny_llava(tmp_path / "source", layout=layout))
+    index = json.loads((target / "model.safetensors.index.json").read_text())["weight_map"]
+    prefixes = {name[: name.index("multi_modal_projector.")] for name in index if "multi_modal_projector" in name}
+    assert len(prefixes) == 1
+    assert sum("align_norm" in name for name in index) == 2
+
+
+def test_a_head_tied_only_in_the_text_config_is_tied(tmp_path):
+    """The top-level flag false, no lm_head in the files: a reader that follows the flag has a random head."""
+    source = tiny_llava(tmp_path / "source", tied=True)
+    config = json.loads((source / "config.json").read_text())
+    write_json(source / "config.json", config | {"tie_word_embeddings": False})
+    source, target, summary = converted(tmp_path, source)
+    assert json.loads((target / "config.json").read_text())["tie_word_embeddings"] is True
+    assert any("tie_word_embeddings -> true" in note for note in summary["notes"])
+    model = load(target)
+    assert torch.equal(model.lm_head.weight, model.get_input_embeddings().weight)
+
+
+def test_rms_norm_without_bias(tmp_path):
+    source, target, _ = converted(tmp_path, norm_type="rms_norm", bias=False)
+    assert list(load_file(target / "model-00002-of-00002.safetensors")) == ["multi_modal_projector.align_norm.weight"]
+    stock, model = load(source, LlavaForConditionalGeneration), load(target)
+    stock.model.multi_modal_projector.register_forward_hook(
+        lambda module, args, x: (
+            x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * mean_text_norm(source) / HIDDEN**0.5
+        )
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(model(**inputs()).logits, stock(**inputs()).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_none_adds_no_tensor_and_changes_nothing(tmp_path):
+    source, target, summary = converted(tmp_path, norm_type="none")
+    assert [path.name for path in target.glob("model*.safetensors*")] == ["model.safetensors"]
+    assert summary["verification"]["norm"] == {}
+    with torch.no_grad():
+        stock = load(source, LlavaForConditionalGeneration)(**inputs()).logits
+        assert torch.equal(load(target)(**inputs()).logits, stock)
+
+
+def test_scale_brings_the_projectors_mean_norm_to_the_target(tmp_path, monkeypatch, photos):
+    from llava_norm_align.conversion.report import run_job
+
+    monkeypatch.setattr(conversion, "run_in_fresh_process", run_job)
+    source, target, summary = converted(tmp_path, norm_type="scale", images=photos, target_norm=0.75)
+    stock, norms = load(source, LlavaForConditionalGeneration), []
+    stock.model.multi_modal_projector.register_forward_hook(lambda module, args, x: norms.append(x.norm(dim=-1)))
+    from transformers import AutoImageProcessor
+
+    process = AutoImageProcessor.from_pretrained(source, use_fast=False)
+    from llava_norm_align.common.images import open_image
+
+    with torch.no_grad():
+        for photo in photos:
+            stock.model.get_image_features(process(open_image(photo), return_tensors="pt").pixel_values)
+    expected = 0.75 / torch.cat(norms).mean().item()
+    assert summary["norm"]["norm_align_scale"] == pytest.approx(expected, rel=1e-5)
+    assert json.loads((target / "config.json").read_text())["norm_align_scale"] == pytest.approx(expected, rel=1e-5)
+    assert not list(target.glob("*.index.json"))
+    load(target)
+
+
+@pytest.fixture
+def photos(tmp_path):
+    from PIL import Image
+
+    paths = []
+    for seed in range(2):
+        pixels = torch.randint(0, 256, (40, 52, 3), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+        paths.append(tmp_path / f"photo{seed}.png")
+        Image.fromarray(pixels.numpy()).save(paths[-1])
+    return paths
+
+
+def test_a_given_target_overrides_the_table(tmp_path):
+    _, target, summary = converted(tmp_path, target_norm=3.0)
+    assert summary["calibration"]["target_from"] == "given"
+    weight = load_file(target / "model-00002-of-00002.safetensors")["multi_modal_projector.align_norm.weight"]
+    torch.testing.assert_close(weight, torch.full((HIDDEN,), 3.0 / math.sqrt(HIDDEN)))
+
+
+def test_small_text_files_come_along_and_training_leftovers_do_not(tmp_path):
+    source = tiny_llava(tmp_path / "source")
+    kept = {"README.md": "# card", "LICENSE": "text", "merges.txt": "a b", "added_tokens.json": "{}"}
+    left = [
+        "optimizer.pt",
+        "training_args.bin",
+        "trainer_state.json",
+        "pytorch_model.bin",
+        "modeling_other.py",
+        ".gitattributes",
+    ]
+    for name in [*kept, *left]:
+        (source / name).write_text(kept.get(name, "x"))
+    (source / "checkpoint-1").mkdir()
+    (source / "checkpoint-1" / "config.json").write_text("{}")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tools.jinja").write_text("{{ 1 }}")
+    _, target, _ = converted(tmp_path, source)
+    assert {name: (target / name).read_text() for name in kept} == kept
+    assert not any((target / name).exists() for name in [*left, "checkpoint-1"])
+    assert (target / "additional_chat_templates" / "tools.jinja").read_text() == "{{ 1 }}"
+    for name in ("tokenizer.json", "generation_config.json", "chat_template.json"):
+        assert (target / name).read_bytes() == (source / name).read_bytes()
+
+
+def test_an_existing_folder_is_replaced_only_on_demand(tmp_path):
+    source, target, _ = converted(tmp_path)
+    (target / "mine.txt").write_text("keep me")
+    with pytest.raises(InputError, match="not empty"):
+        convert(str(source), target, report=False)
+    assert (target / "mine.txt").exists()
+    convert(str(source), target, report=False, overwrite=True)
+    assert not (target / "mine.txt").exists()
+    load(target)
+
+
+def test_a_copy_that_differs_from_its_source_leaves_no_folder(tmp_path, monkeypatch):
+    """One bit of one block is flipped on the way to the disk, after it was read and hashed."""
+    copy = conversion.copy_with_digests
+
+    def faulty_disk(copies, folder):
+        digests = copy(copies, folder)
+        file = folder / next(iter(copies))
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+        return digests
+
+    monkeypatch.setattr(conversion, "copy_with_digests", faulty_disk)
+    source = tiny_llava(tmp_path / "source")
+    with pytest.raises(CheckFailed, match="differs from its source"):
+        convert(str(source), tmp_path / "target", report=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+@pytest.mark.parametrize("fault", ["nan", "bf16", "short", "no bias", "extra"])
+def test_a_norm_that_is_not_finite_complete_and_fp32_fails_the_check(tmp_path, fault):
+    good = {"p.align_norm.weight": torch.ones(4), "p.align_norm.bias": torch.zeros(4)}
+    bad = {
+        "nan": {"p.align_norm.weight": torch.tensor([1, 1, math.nan, 1])},
+        "bf16": {"p.align_norm.weight": torch.ones(4, dtype=torch.bfloat16)},
+        "short": {"p.align_norm.weight": torch.ones(3)},
+        "no bias": {},
+        "extra": {"p.align_norm.scale": torch.ones(4)},
+    }[fault]
+    save_file(good, tmp_path / "good.safetensors")
+    assert set(check_norm(tmp_path / "good.safetensors", "p.", 4, bias=True)) == set(good)
+    tensors = {**good, **bad}
+    if fault == "no bias":
+        del tensors["p.align_norm.bias"]
+    save_file(tensors, tmp_path / "bad.safetensors")
+    with pytest.raises(CheckFailed, match="norm's tensor p.align_norm"):
+        check_norm(tmp_path / "bad.safetensors", "p.", 4, bias=True)
+
+
+def test_a_conversion_without_a_report_does_not_claim_an_agreement(tmp_path):
+    _, _, summary = converted(tmp_path)
+    assert conclusion(summary) == (
+        "Train this model before use: its agreement with the source was not measured (--report does)."
+    )

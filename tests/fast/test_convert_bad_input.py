@@ -1,0 +1,242 @@
+"""convert: bad input is one InputError that says what was found, and writes nothing."""
+
+import json
+import math
+import struct
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from llava_norm_align.common.errors import InputError
+from llava_norm_align.conversion import convert as conversion
+from llava_norm_align.conversion.convert import convert
+from tests.helpers.convert import HIDDEN, VOCAB, tiny_llava, write_json
+
+TABLE = "language_model.model.embed_tokens.weight"
+WEIGHTS = "model.safetensors"
+
+
+def change_config(folder, **fields):
+    content = json.loads((folder / "config.json").read_text())
+    for name, value in fields.items():
+        content.pop(name) if value is None else content.update({name: value})
+    write_json(folder / "config.json", content)
+
+
+def change_tensors(folder, **tensors):
+    content = load_file(folder / WEIGHTS)
+    for name, tensor in tensors.items():
+        content.pop(name) if tensor is None else content.update({name: tensor})
+    save_file(content, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def change_table(folder, change):
+    table = load_file(folder / WEIGHTS)[TABLE]
+    change_tensors(folder, **{TABLE: change(table)})
+
+
+def with_value(value):
+    def change(table):
+        table[5, 2] = value
+        return table
+
+    return change
+
+
+def cut(folder):
+    content = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(content[: len(content) // 2])
+
+
+def lie(folder):
+    """The header promises one more row than its bytes can hold."""
+    content = (folder / WEIGHTS).read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8 : 8 + length])
+    header[TABLE]["shape"][0] += 1
+    changed = json.dumps(header).encode()
+    (folder / WEIGHTS).write_bytes(struct.pack("<Q", len(changed)) + changed + content[8 + length :])
+
+
+def lose_shard(folder):
+    (folder / "model-00002-of-00002.safetensors").unlink()
+
+
+def misplace(folder):
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    index["weight_map"][TABLE] = "model-00001-of-00002.safetensors"
+    other = {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"}
+    with_table = next(file.name for file in folder.glob("model-*") if TABLE in load_file(file))
+    index["weight_map"][TABLE] = (other - {with_table}).pop()
+    write_json(folder / "model.safetensors.index.json", index)
+
+
+def pickle(folder):
+    (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
+
+
+ORIGINAL_LAYOUT = {"text_config": None, "vision_config": None, "mm_vision_tower": "openai/clip-vit-large-patch14-336"}
+BERT = {"model_type": "bert", "architectures": ["BertModel"]}
+LLM = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+NEXT = {"model_type": "llava_next", "architectures": ["LlavaNextForConditionalGeneration"]}
+
+CASES = {
+    "bert": (lambda f: change_config(f, **BERT), r"not a LLaVA.*model_type bert \(BertModel\)"),
+    "llm": (lambda f: change_config(f, **LLM), r"not a LLaVA.*model_type llama \(LlamaForCausalLM\)"),
+    "llava_next": (lambda f: change_config(f, **NEXT), r"llava_next model.*not supported yet: version \S+ converts"),
+    "original": (lambda f: change_config(f, **ORIGINAL_LAYOUT), "original LLaVA repository.*llava-hf"),
+    "converted": (lambda f: change_config(f, model_type="llava_norm_align"), "already converted"),
+    "adapter": (lambda f: write_json(f / "adapter_config.json", {}), "PEFT adapter"),
+    "no config": (lambda f: (f / "config.json").unlink(), "There is no config.json in"),
+    "broken config": (lambda f: (f / "config.json").write_text("{"), "config.json is broken"),
+    "config list": (lambda f: (f / "config.json").write_text("[]"), "holds a JSON list"),
+    "no model type": (lambda f: change_config(f, model_type=None), "no model_type"),
+    "unknown text model": (lambda f: change_config(f, text_config={"model_type": "nobodys"}), "cannot read .*nobodys"),
+    "no weights": (lambda f: (f / WEIGHTS).unlink(), "no weights in .*model.safetensors"),
+    "pickled": (pickle, r"pickled \(pytorch_model.bin\).*Save it as safetensors first"),
+    "cut": (cut, "model.safetensors is cut or damaged"),
+    "lying header": (lie, "model.safetensors is cut or damaged"),
+    "not safetensors": (lambda f: (f / WEIGHTS).write_text("<html>"), "cut or damaged"),
+    "no table": (lambda f: change_tensors(f, **{TABLE: None}), "no text embedding table"),
+    "no projector": (
+        lambda f: change_tensors(f, **{"multi_modal_projector.linear_1.weight": None}),
+        "no projector",
+    ),
+    "zero table": (lambda f: change_table(f, torch.zeros_like), "all zero"),
+    "nan": (lambda f: change_table(f, with_value(math.nan)), f"NaN or inf in 1 of {VOCAB} rows"),
+    "inf": (lambda f: change_table(f, with_value(math.inf)), f"NaN or inf in 1 of {VOCAB} rows"),
+    "table too short": (
+        lambda f: change_table(f, lambda t: t[:-1].clone()),
+        rf"\[{VOCAB - 1}, {HIDDEN}\].*vocab_size",
+    ),
+    "int8 table": (lambda f: change_table(f, lambda t: t.to(torch.int8)), f"quantised: {TABLE} is stored as I8"),
+    "packed": (
+        lambda f: change_tensors(f, **{"language_model.model.layers.0.mlp.up_proj.qweight": torch.ones(4, 4).int()}),
+        "quantised: .*qweight is stored as I32",
+    ),
+    "quantised config": (
+        lambda f: change_config(f, quantization_config={"quant_method": "awq"}),
+        r"quantised: config.json has a quantization_config \(awq\)",
+    ),
+    "tensor missing": (
+        lambda f: change_tensors(f, **{"language_model.model.norm.weight": None}),
+        r"do not belong together.*1 missing \(model.language_model.norm.weight\)",
+    ),
+    "head missing": (
+        lambda f: change_tensors(f, **{"language_model.lm_head.weight": None}),
+        r"do not belong together.*1 missing \(lm_head.weight\)",
+    ),
+    "tensor unexpected": (
+        lambda f: change_tensors(f, **{"language_model.model.layers.7.mlp.up_proj.weight": torch.ones(2, 2)}),
+        "do not belong together.*1 unexpected",
+    ),
+    "tensor of another shape": (
+        lambda f: change_tensors(f, **{"language_model.model.norm.weight": torch.ones(HIDDEN + 1)}),
+        "do not belong together",
+    ),
+    "damaged tokenizer config": (
+        lambda f: (f / "tokenizer_config.json").write_text("{"),
+        "tokenizer_config.json is broken",
+    ),
+}
+
+
+def assert_refused(tmp_path, message, source, target=None, **options):
+    before = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*"))
+    with pytest.raises(InputError, match=f"(?s){message}"):
+        convert(str(source), target or tmp_path / "target", **{"report": False, **options})
+    assert sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_source_that_is_no_sound_llava_is_refused(tmp_path, case):
+    source = tiny_llava(tmp_path / "source")
+    damage, message = CASES[case]
+    damage(source)
+    assert_refused(tmp_path, message, source)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lose_shard, r"names 1 weight file\(s\) that are missing, such as model-00002-of-00002.safetensors"),
+        (misplace, r"places 1 tensor\(s\) in a file that does not hold them, such as " + TABLE),
+    ],
+)
+def test_an_index_that_lies_is_refused(tmp_path, damage, message):
+    source = tiny_llava(tmp_path / "source", shards=2)
+    damage(source)
+    assert_refused(tmp_path, message, source)
+
+
+def test_a_source_that_is_not_there_is_refused(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("x")
+    assert_refused(tmp_path, "is empty", tmp_path / "empty")
+    assert_refused(tmp_path, "is a file", tmp_path / "file")
+    assert_refused(tmp_path, "no folder", tmp_path / "nothing")
+
+
+def test_a_hub_id_without_a_connection_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    assert_refused(tmp_path, "no folder someone/some-llava, and the Hub cannot be asked", "someone/some-llava")
+
+
+def test_overlapping_folders_are_refused(tmp_path):
+    source = tiny_llava(tmp_path / "outer" / "source")
+    for target in (source, source / "inside", tmp_path / "outer"):
+        assert_refused(tmp_path, "overlap", source, target, overwrite=True)
+    (tmp_path / "link").symlink_to(source)
+    assert_refused(tmp_path, "overlap", source, tmp_path / "link" / "inside")
+
+
+def test_a_target_with_content_is_refused(tmp_path):
+    source = tiny_llava(tmp_path / "source")
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "mine.txt").write_text("x")
+    assert_refused(tmp_path, "not empty", source)
+    (tmp_path / "file").write_text("x")
+    assert_refused(tmp_path, "exists and is not a folder", source, tmp_path / "file")
+
+
+@pytest.mark.parametrize("target_norm", [0, -1.0, math.nan, math.inf])
+def test_a_target_norm_that_is_none_is_refused(tmp_path, target_norm):
+    assert_refused(tmp_path, "--target is", tiny_llava(tmp_path / "source"), target_norm=target_norm)
+
+
+def test_an_unknown_norm_is_refused(tmp_path):
+    assert_refused(
+        tmp_path, "--norm is 'batch_norm'.*layer_norm", tiny_llava(tmp_path / "source"), norm_type="batch_norm"
+    )
+
+
+def test_images_are_opened_before_anything_is_written(tmp_path):
+    source = tiny_llava(tmp_path / "source")
+    (tmp_path / "text.png").write_text("not an image")
+    Image.new("1", (12_000, 9_000)).save(tmp_path / "huge.png")
+    for name, message in (("none.png", "no image file"), ("text.png", "not an image"), ("huge.png", "12000 x 9000")):
+        assert_refused(tmp_path, message, source, images=[tmp_path / name])
+
+
+def test_a_report_needs_a_processor_and_photos(tmp_path, monkeypatch):
+    source = tiny_llava(tmp_path / "source", processor=False)
+    assert_refused(tmp_path, "needs a processor", source, report=True)
+    summary = convert(str(source), tmp_path / "target")  # not asked for: left out, and said so
+    assert summary["report"] is None and "no report: the source has no processor" in summary["notes"]
+
+    source = tiny_llava(tmp_path / "other")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert_refused(
+        tmp_path, r"scikit-image.*pip install 'llava-norm-align\[samples\]'", source, tmp_path / "b", report=True
+    )
+    summary = convert(str(source), tmp_path / "b")
+    assert summary["report"] is None and any("scikit-image" in note for note in summary["notes"])
+
+
+def test_a_full_disk_is_seen_before_the_copy(tmp_path, monkeypatch):
+    source = tiny_llava(tmp_path / "source")
+    monkeypatch.setattr(conversion.shutil, "disk_usage", lambda path: conversion.shutil._ntuple_diskusage(10, 9, 1))
+    assert_refused(tmp_path, "GB free", source)

@@ -1,0 +1,145 @@
+"""convert's report: source against target before any training."""
+
+import json
+import math
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText, AutoProcessor, LlavaForConditionalGeneration
+
+from llava_norm_align.common.errors import CheckFailed
+from llava_norm_align.conversion import convert as conversion
+from llava_norm_align.conversion import report
+from llava_norm_align.conversion.convert import conclusion, convert
+from llava_norm_align.conversion.report import run_in_fresh_process, run_job, sample_photos
+from llava_norm_align.diagnosis.norms import layer0_norms
+from tests.helpers.convert import HIDDEN, IMAGE, VOCAB, tiny_llava
+
+
+@pytest.fixture
+def photos(tmp_path):
+    (tmp_path / "photos").mkdir()
+    for seed in range(2):
+        pixels = torch.randint(0, 256, (40, 52, 3), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+        Image.fromarray(pixels.numpy()).save(tmp_path / "photos" / f"{seed}.png")
+    return sorted((tmp_path / "photos").iterdir())
+
+
+def test_the_report_runs_in_a_fresh_process_and_ends_with_the_agreement(tmp_path, photos, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.chdir(tmp_path)  # the package is found from anywhere
+    source = tiny_llava(tmp_path / "source")
+    summary = convert(str(source), tmp_path / "target", images=photos)
+    found = summary["report"]
+    assert found["text_logits_equal"] is True
+    assert found["image_prompts"] == 2 * len(report.QUESTIONS) and found["images"] == ["0.png", "1.png"]
+    last = conclusion(summary)
+    assert (
+        last
+        == f"Train this model before use: top-1 agreement with the source is {100 * found['top1_agreement']:.1f} %"
+    )
+    json.dumps(summary, allow_nan=False)
+
+
+def test_the_numbers_are_those_of_plain_transformers(tmp_path, photos):
+    """Stock class, one prompt after another, softmax in numpy."""
+    source = tiny_llava(tmp_path / "source")
+    summary = convert(str(source), tmp_path / "target", report=False)
+    job = {"task": "report", "source": str(source), "target": summary["target"], "images": list(map(str, photos))}
+    found = run_job(job)
+
+    processor = AutoProcessor.from_pretrained(summary["target"])
+    stock = LlavaForConditionalGeneration.from_pretrained(source).eval()
+    model = AutoModelForImageTextToText.from_pretrained(summary["target"]).eval()
+    agreed, kl, visual = [], [], []
+    for photo in photos:
+        for question in report.QUESTIONS:
+            content = [{"type": "image"}, {"type": "text", "text": question}]
+            text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+            batch = processor(text=text, images=Image.open(photo).convert("RGB"), return_tensors="pt")
+            ids, pixels = batch["input_ids"], batch["pixel_values"]
+            for step in range(report.ANSWER_TOKENS):  # greedy, by the source
+                with torch.no_grad():
+                    old = stock(input_ids=ids, pixel_values=pixels, use_cache=False).logits[0, -1].double()
+                    new = model(input_ids=ids, pixel_values=pixels, use_cache=False).logits[0, -1].double()
+                if step == 0:
+                    p, q = (torch.exp(x - x.max()) / torch.exp(x - x.max()).sum() for x in (old, new))
+                    kl.append((p * (p / q).log()).sum().item())
+                agreed.append((old.argmax() == new.argmax()).item())
+                ids = torch.cat([ids, old.argmax()[None, None]], dim=1)
+                if old.argmax() == stock.generation_config.eos_token_id:
+                    break
+        with torch.no_grad():
+            features = stock.model.get_image_features(pixels)
+            features = getattr(features, "pooler_output", features)  # transformers 5 and 4.57
+            visual.append(features[0].norm(dim=-1))
+    assert found["answer_positions"] == len(agreed)
+    assert found["top1_agreement"] == pytest.approx(sum(agreed) / len(agreed), abs=1.01 / len(agreed))
+    assert found["kl_nats"] == pytest.approx(sum(kl) / len(kl), rel=1e-3)
+    assert found["kl_nats"] > 1e-4 and found["top1_agreement"] < 1  # the norm changed something
+    assert found["layer0_norms"]["source"]["visual"] == pytest.approx(torch.cat(visual).mean().item(), rel=1e-5)
+    assert found["layer0_norms"]["target"]["visual"] == pytest.approx(summary["norm"]["norm_align_target"], rel=1e-3)
+    assert found["layer0_norms"]["source"]["text"] == found["layer0_norms"]["target"]["text"]
+
+
+def test_a_model_agrees_with_itself(tmp_path, photos):
+    source = tiny_llava(tmp_path / "source")
+    convert(str(source), tmp_path / "target", report=False, norm_type="none")
+    job = {
+        "task": "report",
+        "source": str(source),
+        "target": str(tmp_path / "target"),
+        "images": list(map(str, photos)),
+    }
+    found = run_job(job)
+    assert (found["top1_agreement"], found["kl_nats"], found["text_logits_equal"]) == (1.0, 0.0, True)
+
+
+def test_a_model_that_changed_without_an_image_is_not_kept(tmp_path, photos, monkeypatch):
+    """A planted fault: one weight of the language model is changed after the copy was checked."""
+
+    def change_one_weight(folder, digests):
+        file = folder / "model-00001-of-00002.safetensors"
+        tensors = load_file(file)
+        tensors["language_model.model.layers.1.mlp.up_proj.weight"][0, 0] += 0.01
+        save_file(tensors, file, metadata={"format": "pt"})
+
+    monkeypatch.setattr(conversion, "check_copies", change_one_weight)
+    monkeypatch.setattr(conversion, "run_in_fresh_process", run_job)
+    source = tiny_llava(tmp_path / "source")
+    with pytest.raises(CheckFailed, match="different logits for text without an image"):
+        convert(str(source), tmp_path / "target", images=photos)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["photos", "source"]
+
+
+def test_a_process_that_dies_is_one_sentence(monkeypatch, tmp_path):
+    (tmp_path / "llava_norm_align").mkdir()  # a package in which the module does not exist
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    (tmp_path / "llava_norm_align" / "__init__.py").write_text(
+        "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    with pytest.raises(CheckFailed, match="report process ended with code -9.*lack of memory.*--no-report"):
+        run_in_fresh_process({"task": "report"})
+
+
+def test_sample_photos_lie_in_the_wheel():
+    pytest.importorskip("skimage")
+    assert all(path.is_file() for path in sample_photos())
+
+
+def test_layer0_norms_leave_padding_out(tmp_path):
+    source = tiny_llava(tmp_path / "source")
+    model = LlavaForConditionalGeneration.from_pretrained(source).eval()
+    ids = torch.tensor([[0, 0, 5, *[VOCAB - 1] * 4], [6, 7, 8, *[VOCAB - 1] * 4]])
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * 7])
+    pixels = torch.randn(2, 3, IMAGE, IMAGE)
+    norms = layer0_norms(model, {"input_ids": ids, "attention_mask": mask, "pixel_values": pixels})
+    table = model.get_input_embeddings().weight
+    torch.testing.assert_close(norms["text"], table[[5, 6, 7, 8]].double().norm(dim=1), rtol=1e-6, atol=0)
+    with torch.no_grad():
+        features = model.model.get_image_features(pixels)
+    features = torch.cat(list(getattr(features, "pooler_output", features)))
+    torch.testing.assert_close(norms["visual"], features.double().norm(dim=-1).flatten(), rtol=1e-5, atol=0)
+    assert norms["visual"].shape == (8,) and math.isclose(features.shape[-1], HIDDEN)
