@@ -66,7 +66,6 @@ def convert(
         open_image(path)
     check_target(target, overwrite)
     stock = read_source(resolve_model(source, revision))
-    check_target(target, overwrite, (stock.folder,))
     _check_space(target, stock)
     report, why_no_report = _plan_report(stock, images, report)
     images = images or (sample_photos() if report or norm_type == "scale" else [])
@@ -209,13 +208,13 @@ def _write_config(folder: Path, stock: Source, fields: dict[str, Any]) -> list[s
         "auto_map": AUTO_MAP,
         **fields,
     }
-    if stock.tie_is_missing:
-        config["tie_word_embeddings"] = True
-        notes.append("config.json: tie_word_embeddings -> true, as in its text_config; the checkpoint has no lm_head")
+    text_config = config["text_config"]
+    if stock.head_is_tied and not (config.get("tie_word_embeddings") and text_config.get("tie_word_embeddings")):
+        config |= {"tie_word_embeddings": True, "text_config": {**text_config, "tie_word_embeddings": True}}
+        notes.append("config.json: tie_word_embeddings -> true at the top and in text_config; there is no lm_head")
     with quiet_transformers():
-        if stock.config.vision_feature_select_strategy == "default" and not count_additional_tokens(
-            stock.config.vision_config
-        ):
+        without_cls = count_additional_tokens(stock.config.vision_config) == 0
+        if stock.config.vision_feature_select_strategy == "default" and without_cls:
             notes.append(
                 'vision_feature_select_strategy is "default", which drops the first patch of a vision tower without a '
                 "CLS token; kept, as the model was trained with it"

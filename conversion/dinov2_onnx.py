@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from llava_norm_align.common.errors import InputError, missing_extra
+from llava_norm_align.common.errors import InputError
 
 BACKBONE = "backbone."
 
@@ -32,10 +32,7 @@ def read_dinov2(path: Path) -> dict[str, torch.Tensor]:
     transposed; the name of the MatMul node that uses one says which it is. The position embeddings are constants that
     a Concat (CLS, [1, 1, D]) and a Reshape (the grid, [1, N, D]) read; they are found by shape.
     """
-    try:
-        import onnx
-    except ImportError:
-        raise missing_extra("onnx", "micro", "reading the vision tower of micro-LLaVA") from None
+    import onnx  # of the extra "micro"
 
     graph = onnx.load(path).graph
     stored = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in graph.initializer}

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from llava_norm_align.common.weights import BLOCK
-
+BLOCK = 2**20  # bytes; a block stays in the cache while it is hashed and written
 COPY_STREAMS = 2  # files copied at a time: hashing one is slower than copying it
 # everything else is left behind: weights in other formats, optimizer states, code of another model
 COPIED_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".md", ".spm", ".tiktoken"}

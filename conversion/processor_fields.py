@@ -15,17 +15,21 @@ IMAGE_PROCESSOR_FILE = "preprocessor_config.json"
 TOKENIZER_FILE = "tokenizer_config.json"
 
 
-def count_additional_tokens(vision_config: PretrainedConfig) -> int:
+def count_additional_tokens(vision_config: PretrainedConfig) -> int | None:
     """Tokens that the vision tower adds to its patches: 1 for a CLS token, more with registers, 0 for SigLIP.
 
-    Counted on a model without memory (meta device) rather than looked up by model type.
+    Counted on a model without memory (meta device) rather than looked up by model type. None if the tower cannot be
+    called with plain pixels.
     """
-    height, width = _sides(vision_config.image_size)
-    patch_height, patch_width = _sides(vision_config.patch_size)
-    with torch.device("meta"), torch.no_grad():
-        tower = AutoModel.from_config(vision_config).eval()
-        pixels = torch.empty(1, vision_config.num_channels, height, width)
-        tokens = tower(pixel_values=pixels).last_hidden_state.shape[1]
+    try:
+        height, width = _sides(vision_config.image_size)
+        patch_height, patch_width = _sides(vision_config.patch_size)
+        with torch.device("meta"), torch.no_grad():
+            tower = AutoModel.from_config(vision_config).eval()
+            pixels = torch.empty(1, vision_config.num_channels, height, width)
+            tokens = tower(pixel_values=pixels).last_hidden_state.shape[1]
+    except Exception:  # whatever a tower that we do not know raises
+        return None
     return tokens - (height // patch_height) * (width // patch_width)
 
 
@@ -35,11 +39,14 @@ def _sides(size: int | list[int] | tuple[int, ...]) -> tuple[int, int]:
 
 def processor_fields(config: PretrainedConfig) -> dict[str, Any]:
     """The fields of LlavaProcessor that decide how many image tokens a prompt gets, from the model's own config."""
-    return {
-        "patch_size": _sides(config.vision_config.patch_size)[0],
-        "vision_feature_select_strategy": config.vision_feature_select_strategy,
-        "num_additional_image_tokens": count_additional_tokens(config.vision_config),
-    }
+    fields: dict[str, Any] = {"vision_feature_select_strategy": config.vision_feature_select_strategy}
+    additional = count_additional_tokens(config.vision_config)
+    if additional is not None:
+        fields |= {
+            "patch_size": _sides(config.vision_config.patch_size)[0],
+            "num_additional_image_tokens": additional,
+        }
+    return fields
 
 
 def complete_processor_files(folder: Path, config: PretrainedConfig) -> list[str]:

@@ -86,7 +86,8 @@ def compare_models(source: Path, target: Path, images: Sequence[Path]) -> dict[s
     layer0_norms: mean L2 norm at the input of decoder layer 0, of visual and of text tokens (padding left out).
     kl_nats: mean over image prompts of KL(source || target) of the next token at the end of the prompt.
     top1_agreement: the share of answer positions at which both put the same token first, when both read the source's
-    own greedy answer of up to 16 tokens (teacher forcing); positions of all prompts weigh the same.
+    own greedy answer of up to 16 tokens (teacher forcing); positions of all prompts weigh the same. The answer holds
+    no image placeholder.
     """
     processor = load_processor(target)  # the source's may lack the fields that count image tokens
     model = load_stock(source)
@@ -154,7 +155,13 @@ def greedy_answer(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> to
     pad = model.generation_config.pad_token_id
     if pad is None and end is not None:
         pad = end if isinstance(end, int) else end[0]
-    settings = GenerationConfig(max_new_tokens=ANSWER_TOKENS, do_sample=False, eos_token_id=end, pad_token_id=pad)
+    settings = GenerationConfig(
+        max_new_tokens=ANSWER_TOKENS,
+        do_sample=False,
+        eos_token_id=end,
+        pad_token_id=pad,
+        suppress_tokens=[model.config.image_token_id],  # as input it would ask for an image's features
+    )
     return model.generate(**inputs, generation_config=settings)[:, inputs["input_ids"].shape[1] :]
 
 

@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 import llava_norm_align
 from llava_norm_align.common.errors import InputError
 from llava_norm_align.common.loading import load_config
-from llava_norm_align.common.weights import INDEX_FILE, SINGLE_FILE, StoredTensor, StoredWeights, read_weights
+from llava_norm_align.common.weights import BLOCK, INDEX_FILE, SINGLE_FILE, StoredTensor, StoredWeights, read_weights
 from llava_norm_align.configuration import LlavaNormAlignConfig
 
 # old layout: language_model.model.* and vision_tower.*; new layout: model.language_model.* and model.vision_tower.*
@@ -29,11 +29,11 @@ class Source:
 
     folder: Path
     raw_config: dict[str, Any]
-    config: PretrainedConfig  # with norm_align_type "none", the stock model; tied if it has no head
+    config: PretrainedConfig  # with norm_align_type "none": the stock model
     weights: StoredWeights
     table: StoredTensor  # the text embeddings
     projector_prefix: str  # the norm's tensors follow the layout of the others
-    tie_is_missing: bool  # there is no lm_head, and only text_config says that it is tied
+    head_is_tied: bool  # the files hold no lm_head
 
     @property
     def nbytes(self) -> int:
@@ -52,12 +52,51 @@ def read_source(folder: Path) -> Source:
     )
     projector = _find(weights, PROJECTOR_NAME, folder, "projector (multi_modal_projector.linear_1.weight)")
     prefix = PROJECTOR_NAME.fullmatch(projector)[1]
-    has_head = any(HEAD_NAME.fullmatch(name) for name in weights.tensors)
-    tied_in_text = bool(raw_config["text_config"].get("tie_word_embeddings"))
-    tie_is_missing = tied_in_text and not has_head and not raw_config.get("tie_word_embeddings")
-    if tie_is_missing:  # or the head would be random
-        config.tie_word_embeddings = True
-    return Source(folder, raw_config, config, weights, weights.tensors[table], prefix, tie_is_missing)
+    table = weights.tensors[table]
+    head_is_tied = _check_head(folder, raw_config, config, weights, table)
+    if head_is_tied:  # 4.57 reads only the flag in text_config
+        config.tie_word_embeddings = config.text_config.tie_word_embeddings = True
+    return Source(folder, raw_config, config, weights, table, prefix, head_is_tied)
+
+
+def _check_head(
+    folder: Path, raw_config: dict[str, Any], config: PretrainedConfig, weights: StoredWeights, table: StoredTensor
+) -> bool:
+    """Whether the text embeddings are the output head too, which must be the same for every reader.
+
+    4.57 follows the flag in text_config alone; 5 takes a stored head, else either flag.
+    """
+    text_default = type(config.text_config)().tie_word_embeddings  # true for the Gemma family
+    tied_in_text = bool(raw_config["text_config"].get("tie_word_embeddings", text_default))
+    tied = tied_in_text or bool(raw_config.get("tie_word_embeddings"))
+    head = next((tensor for name, tensor in weights.tensors.items() if HEAD_NAME.fullmatch(name)), None)
+    if head is None and not tied:
+        raise InputError(
+            f"The weights in {folder} have no lm_head.weight, and config.json does not tie it to the text embeddings "
+            "(tie_word_embeddings). Use a complete checkpoint, or set the flag if the model was trained with it."
+        )
+    if head is not None and tied_in_text and not _same_bytes(head, table):
+        raise InputError(
+            f"text_config in {folder / 'config.json'} ties lm_head to the text embeddings (tie_word_embeddings), but "
+            f"{head.name} differs from them: transformers 4.57 would use the embeddings, 5 the head. Set the flag to "
+            "false, or remove the head, whichever the model was trained with."
+        )
+    return head is None
+
+
+def _same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    with one.file.open("rb") as first, other.file.open("rb") as second:
+        first.seek(one.offset)
+        second.seek(other.offset)
+        left = one.nbytes
+        while left:
+            size = min(BLOCK, left)
+            if first.read(size) != second.read(size):
+                return False
+            left -= size
+    return True
 
 
 def _check_kind(folder: Path, config: dict[str, Any]) -> None:

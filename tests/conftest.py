@@ -1,5 +1,6 @@
-"""Settings of every test: no network, no questions on stdin, quiet progress bars."""
+"""Settings of every test: no network, one thread, and what transformers logs as deprecated is an error."""
 
+import logging
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -9,3 +10,14 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import torch  # noqa: E402
 
 torch.set_num_threads(1)  # tiny models; several tests run side by side
+
+
+class DeprecationsAreErrors(logging.Handler):
+    """transformers logs some deprecations instead of warning; pytest.ini turns the warnings into errors."""
+
+    def emit(self, record):
+        if "deprecat" in record.getMessage().lower():
+            raise AssertionError(record.getMessage())
+
+
+logging.getLogger("transformers").addHandler(DeprecationsAreErrors())

@@ -8,8 +8,6 @@ The projector that ships as conversion/micro_projector.safetensors was made with
 import argparse
 import logging
 import math
-import shlex
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -212,7 +210,10 @@ def main(arguments: list[str] | None = None) -> None:
         seed=options.seed,
         save_to=options.out,
     )
-    command = f"python -m llava_norm_align.trl_recipes.projector {shlex.join(arguments or sys.argv[1:])}"
+    command = (
+        f"python -m llava_norm_align.trl_recipes.projector {options.out.name} --steps {options.steps} "
+        f"--learning-rate {options.learning_rate} --batch-size {options.batch_size} --seed {options.seed}"
+    )
     save_projector(model, options.out, {"command": command, "torch": torch.__version__})
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     last = result["losses"][-50:]

@@ -258,6 +258,8 @@ def test_generation_config_saves_again(tmp_path):
     settings = {"eos_token_id": [2, 5], "temperature": 0.6, "top_p": 0.9, "do_sample": False}
     (text / "generation_config.json").write_text(json.dumps(settings))
     folder = assemble(tmp_path / "llava", str(write_vision(tmp_path / "vision")), str(text))
+    written = json.loads((folder / "generation_config.json").read_text())
+    assert written == {"eos_token_id": [2, 5], "do_sample": False}
     model = transformers.LlavaForConditionalGeneration.from_pretrained(folder)
     assert model.generation_config.eos_token_id == [2, 5]
     model.save_pretrained(tmp_path / "again")  # refuses a temperature that is not used

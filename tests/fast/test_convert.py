@@ -2,16 +2,22 @@
 
 import json
 import math
+import os
+import signal
+import warnings
 
 import pytest
 import torch
+from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForImageTextToText, LlavaForConditionalGeneration
+from transformers import AutoModel, AutoModelForImageTextToText, AutoProcessor, LlavaForConditionalGeneration
 
 from llava_norm_align.common.errors import CheckFailed, InputError
+from llava_norm_align.common.images import open_image
 from llava_norm_align.conversion import convert as conversion
 from llava_norm_align.conversion.convert import conclusion, convert
+from llava_norm_align.conversion.report import run_job
 from llava_norm_align.conversion.verify import check_norm
 from tests.helpers.convert import HIDDEN, IMAGE, VOCAB, tiny_llava, write_json
 
@@ -167,16 +173,46 @@ def test_the_norm_has_the_projectors_prefix(tmp_path, layout):
     assert sum("align_norm" in name for name in index) == 2
 
 
-def test_a_head_tied_only_in_the_text_config_is_tied(tmp_path):
-    """The top-level flag false, no lm_head in the files: a reader that follows the flag has a random head."""
+@pytest.mark.parametrize("top", [True, False, None])
+@pytest.mark.parametrize("text", [True, False, None])
+def test_a_model_without_a_head_is_tied_for_every_reader(tmp_path, top, text):
+    """4.57 reads the flag of text_config, 5 both: where a flag is missing, a reader has a random head."""
     source = tiny_llava(tmp_path / "source", tied=True)
     config = json.loads((source / "config.json").read_text())
-    write_json(source / "config.json", config | {"tie_word_embeddings": False})
+    for part, flag in ((config, top), (config["text_config"], text)):
+        part.pop("tie_word_embeddings") if flag is None else part.update(tie_word_embeddings=flag)
+    write_json(source / "config.json", config)
+    if not (top or text):
+        with pytest.raises(InputError, match="have no lm_head.weight, and config.json does not tie it"):
+            converted(tmp_path, source)
+        return
     source, target, summary = converted(tmp_path, source)
-    assert json.loads((target / "config.json").read_text())["tie_word_embeddings"] is True
-    assert any("tie_word_embeddings -> true" in note for note in summary["notes"])
+    written = json.loads((target / "config.json").read_text())
+    assert written["tie_word_embeddings"] is True and written["text_config"]["tie_word_embeddings"] is True
+    assert any("tie_word_embeddings -> true" in note for note in summary["notes"]) == (not (top and text))
     model = load(target)
-    assert torch.equal(model.lm_head.weight, model.get_input_embeddings().weight)
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+
+
+def test_a_stored_head_counts_where_only_the_top_level_says_tied(tmp_path):
+    """The top level's flag is true by default in 4.57; both lines then use the head that is stored."""
+    source = tiny_llava(tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    write_json(source / "config.json", config | {"tie_word_embeddings": True})
+    source, target, _ = converted(tmp_path, source)
+    assert torch.equal(
+        load(target).lm_head.weight, load_file(source / "model.safetensors")["language_model.lm_head.weight"]
+    )
+
+
+def test_a_stored_head_that_equals_the_table_may_be_tied(tmp_path):
+    source = tiny_llava(tmp_path / "source", tied=True)
+    tensors = load_file(source / "model.safetensors")
+    tensors["language_model.lm_head.weight"] = tensors["language_model.model.embed_tokens.weight"].clone()
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    source, target, _ = converted(tmp_path, source)
+    model = load(target)
+    assert torch.equal(model.lm_head.weight, tensors["language_model.lm_head.weight"])
 
 
 def test_rms_norm_without_bias(tmp_path):
@@ -202,17 +238,11 @@ def test_none_adds_no_tensor_and_changes_nothing(tmp_path):
 
 
 def test_scale_brings_the_projectors_mean_norm_to_the_target(tmp_path, monkeypatch, photos):
-    from llava_norm_align.conversion.report import run_job
-
     monkeypatch.setattr(conversion, "run_in_fresh_process", run_job)
     source, target, summary = converted(tmp_path, norm_type="scale", images=photos, target_norm=0.75)
     stock, norms = load(source, LlavaForConditionalGeneration), []
     stock.model.multi_modal_projector.register_forward_hook(lambda module, args, x: norms.append(x.norm(dim=-1)))
-    from transformers import AutoImageProcessor
-
-    process = AutoImageProcessor.from_pretrained(source, use_fast=False)
-    from llava_norm_align.common.images import open_image
-
+    process = AutoProcessor.from_pretrained(target).image_processor
     with torch.no_grad():
         for photo in photos:
             stock.model.get_image_features(process(open_image(photo), return_tensors="pt").pixel_values)
@@ -225,8 +255,6 @@ def test_scale_brings_the_projectors_mean_norm_to_the_target(tmp_path, monkeypat
 
 @pytest.fixture
 def photos(tmp_path):
-    from PIL import Image
-
     paths = []
     for seed in range(2):
         pixels = torch.randint(0, 256, (40, 52, 3), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
@@ -256,7 +284,7 @@ def test_small_text_files_come_along_and_training_leftovers_do_not(tmp_path):
     for name in [*kept, *left]:
         (source / name).write_text(kept.get(name, "x"))
     (source / "checkpoint-1").mkdir()
-    (source / "checkpoint-1" / "config.json").write_text("{}")
+    (source / "checkpoint-1" / "vocab.json").write_text("{}")
     (source / "additional_chat_templates").mkdir()
     (source / "additional_chat_templates" / "tools.jinja").write_text("{{ 1 }}")
     _, target, _ = converted(tmp_path, source)
@@ -265,6 +293,26 @@ def test_small_text_files_come_along_and_training_leftovers_do_not(tmp_path):
     assert (target / "additional_chat_templates" / "tools.jinja").read_text() == "{{ 1 }}"
     for name in ("tokenizer.json", "generation_config.json", "chat_template.json"):
         assert (target / name).read_bytes() == (source / name).read_bytes()
+
+
+def test_a_single_file_wins_over_an_index_as_in_transformers(tmp_path):
+    source = tiny_llava(tmp_path / "source")
+    write_json(source / "model.safetensors.index.json", {"weight_map": {"x": "model-00001-of-00002.safetensors"}})
+    _, target, _ = converted(tmp_path, source)
+    load(target)
+
+
+def test_a_source_of_links_gives_real_files(tmp_path):
+    """The Hub's cache holds links into a folder of blobs."""
+    blobs = tiny_llava(tmp_path / "blobs", shards=2)
+    source = tmp_path / "source"
+    source.mkdir()
+    for path in blobs.iterdir():
+        (source / path.name).symlink_to(path)
+    _, target, _ = converted(tmp_path, source)
+    assert not any(path.is_symlink() for path in target.rglob("*"))
+    assert (target / "tokenizer.json").read_bytes() == (blobs / "tokenizer.json").read_bytes()
+    load(target)
 
 
 def test_an_existing_folder_is_replaced_only_on_demand(tmp_path):
@@ -276,6 +324,33 @@ def test_an_existing_folder_is_replaced_only_on_demand(tmp_path):
     convert(str(source), target, report=False, overwrite=True)
     assert not (target / "mine.txt").exists()
     load(target)
+
+
+def test_a_kill_during_the_copy_leaves_the_old_folder_and_no_obstacle(tmp_path, monkeypatch):
+    source, target, _ = converted(tmp_path)
+    before = {path.name: path.read_bytes() for path in target.rglob("*") if path.is_file()}
+
+    def killed(copies, folder):
+        name = next(iter(copies))
+        (folder / name).unlink()
+        (folder / name).write_bytes(copies[name].read_bytes()[:1000])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside torch's threads
+        child = os.fork()
+    if child == 0:
+        try:
+            monkeypatch.setattr(conversion, "copy_with_digests", killed)
+            convert(str(source), target, report=False, overwrite=True, target_norm=2.0)
+        finally:
+            os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    assert {path.name: path.read_bytes() for path in target.rglob("*") if path.is_file()} == before
+
+    convert(str(source), target, report=False, overwrite=True, target_norm=2.0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "target"]
+    assert json.loads((target / "config.json").read_text())["norm_align_target"] == 2.0
 
 
 def test_a_copy_that_differs_from_its_source_leaves_no_folder(tmp_path, monkeypatch):

@@ -25,6 +25,11 @@ def change_config(folder, **fields):
     write_json(folder / "config.json", content)
 
 
+def change_text_config(folder, **fields):
+    content = json.loads((folder / "config.json").read_text())["text_config"]
+    change_config(folder, text_config=content | fields)
+
+
 def change_tensors(folder, **tensors):
     content = load_file(folder / WEIGHTS)
     for name, tensor in tensors.items():
@@ -126,7 +131,11 @@ CASES = {
     ),
     "head missing": (
         lambda f: change_tensors(f, **{"language_model.lm_head.weight": None}),
-        r"do not belong together.*1 missing \(lm_head.weight\)",
+        "have no lm_head.weight, and config.json does not tie it",
+    ),
+    "head that differs": (
+        lambda f: change_text_config(f, tie_word_embeddings=True),
+        "ties lm_head to the text embeddings.*language_model.lm_head.weight differs",
     ),
     "tensor unexpected": (
         lambda f: change_tensors(f, **{"language_model.model.layers.7.mlp.up_proj.weight": torch.ones(2, 2)}),

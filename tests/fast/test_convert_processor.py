@@ -56,6 +56,11 @@ def test_tokens_beside_the_patches_are_counted_on_the_tower_itself(kind, fields,
     assert count_additional_tokens(config) == expected
 
 
+def test_a_tower_that_takes_no_plain_pixels_is_not_counted():
+    config = AutoConfig.for_model("siglip2_vision_model", num_hidden_layers=1, hidden_size=32, num_attention_heads=4)
+    assert count_additional_tokens(config) is None
+
+
 def test_wrong_fields_are_corrected_and_said(tmp_path):
     source = tiny_llava(tmp_path / "source")
     wrong = {"processor_class": "LlavaProcessor", "patch_size": PATCH, "vision_feature_select_strategy": "default"}

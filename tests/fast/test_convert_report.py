@@ -68,8 +68,9 @@ def test_the_numbers_are_those_of_plain_transformers(tmp_path, photos):
                     p, q = (torch.exp(x - x.max()) / torch.exp(x - x.max()).sum() for x in (old, new))
                     kl.append((p * (p / q).log()).sum().item())
                 agreed.append((old.argmax() == new.argmax()).item())
-                ids = torch.cat([ids, old.argmax()[None, None]], dim=1)
-                if old.argmax() == stock.generation_config.eos_token_id:
+                answer = old.index_fill(0, torch.tensor([VOCAB - 1]), -math.inf).argmax()  # no image placeholder
+                ids = torch.cat([ids, answer[None, None]], dim=1)
+                if answer == stock.generation_config.eos_token_id:
                     break
         with torch.no_grad():
             features = stock.model.get_image_features(pixels)
@@ -95,6 +96,22 @@ def test_a_model_agrees_with_itself(tmp_path, photos):
     }
     found = run_job(job)
     assert (found["top1_agreement"], found["kl_nats"], found["text_logits_equal"]) == (1.0, 0.0, True)
+
+
+def test_a_model_that_would_answer_with_an_image_is_compared_too(tmp_path, photos):
+    source = tiny_llava(tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    tensors["language_model.lm_head.weight"][VOCAB - 1] = 10 * tensors["language_model.lm_head.weight"][VOCAB - 2]
+    tensors["language_model.lm_head.weight"][VOCAB - 2] *= -10  # one of the two wins at every position
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    convert(str(source), tmp_path / "target", report=False)
+    job = {
+        "task": "report",
+        "source": str(source),
+        "target": str(tmp_path / "target"),
+        "images": list(map(str, photos)),
+    }
+    assert 0 <= run_job(job)["top1_agreement"] <= 1
 
 
 def test_a_model_that_changed_without_an_image_is_not_kept(tmp_path, photos, monkeypatch):

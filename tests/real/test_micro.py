@@ -9,13 +9,14 @@ import sys
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
 import torch
 import transformers
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, Dinov2Model
+from transformers import AutoModelForCausalLM, Dinov2Model
 
 from llava_norm_align.common.loading import load_model, load_processor
 from llava_norm_align.common.results import write_json
@@ -29,7 +30,11 @@ from tests.helpers.lines import PYTHONS
 TRANSFORMERS_5 = not transformers.__version__.startswith("4.")
 OTHER = PYTHONS["4" if TRANSFORMERS_5 else "5"]
 T = 3.2022  # mean norm of SmolLM2's text embeddings
-TEXT = "Isn't 3.14 the ratio of   12345 circles?\n日本 é <|im_start|>user"
+TEXT = "Isn't 3.14 the ratio of 12345   circles?\n日本 é <|im_start|>user"
+
+# what transformers 5.24's own conversion of the GGUF tokenizer makes of TEXT (4.57.6 puts a BOS before it)
+TEXT_IDS = [4182, 94, 982, 216, 35, 30, 33, 36, 260, 6714, 282, 216, 33, 34, 35, 36, 37, 256, 11144, 47, 198]
+TEXT_IDS += [23274, 115, 40993, 26411, 216, 1, 4093]
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +68,7 @@ def micro(wheels, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model(micro):
-    torch.set_num_threads(os.cpu_count() or 1)
-    yield load_model(micro)
-    torch.set_num_threads(1)
+    return load_model(micro)
 
 
 def test_shapes_and_fields(micro):
@@ -94,9 +97,10 @@ def test_language_model_is_the_gguf_bit_for_bit(micro, model, parts):
     ids = processor.tokenizer(TEXT, return_tensors="pt").input_ids
     with torch.no_grad():
         assert torch.equal(model(input_ids=ids).logits[..., :49152], llm(ids).logits)
-    tokenizer = AutoTokenizer.from_pretrained(parts, gguf_file=options["gguf_file"])
-    assert tokenizer(TEXT).input_ids[-ids.shape[1] :] == ids[0].tolist()  # 4.57 puts a BOS before it
+    assert ids[0].tolist() == TEXT_IDS
     assert processor.tokenizer.decode(ids[0]) == TEXT
+    # SmolLM2 splits digits off before anything else, which transformers leaves out when it reads a GGUF
+    assert processor.tokenizer.tokenize("of   12") == ["of", "ĠĠĠ", "1", "2"]
 
 
 def test_tower_computes_what_onnxruntime_computes(parts, tmp_path):
@@ -107,7 +111,7 @@ def test_tower_computes_what_onnxruntime_computes(parts, tmp_path):
     exported.graph.output.extend(onnx.helper.make_tensor_value_info(name, 1, None) for name in names)
     session = onnxruntime.InferenceSession(exported.SerializeToString(), providers=["CPUExecutionProvider"])
     image = Image.open(load_questions("test")[0].image).convert("RGB").resize((224, 224))
-    pixels = torch.tensor(list(image.getdata())).reshape(1, 224, 224, 3).permute(0, 3, 1, 2) / 127.5 - 1
+    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None] / 127.5 - 1
     expected = session.run(names, {"input_image": pixels.numpy()})
 
     write_json(tmp_path / "config.json", dinov2_onnx.CONFIG)
