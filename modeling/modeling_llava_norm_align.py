@@ -221,8 +221,8 @@ def check_loading_info(model, info, source):
     """Raise RuntimeError unless every tensor of `model` came from the checkpoint `source`, and none was left over."""
     missing, unexpected = set(info["missing_keys"]), set(info["unexpected_keys"])
     mismatched = {str(key[0] if isinstance(key, tuple) else key) for key in info["mismatched_keys"]}
-    text_config = model.config.text_config
-    if getattr(model.config, "tie_word_embeddings", False) or getattr(text_config, "tie_word_embeddings", False):
+    head = model.get_output_embeddings()
+    if head is not None and head.weight is model.get_input_embeddings().weight:  # tied, so the checkpoint needs none
         missing -= {"lm_head.weight"}
     if isinstance(model, LlavaNormAlignModel):  # the head of a full checkpoint
         unexpected -= {"lm_head.weight", "language_model.lm_head.weight"}

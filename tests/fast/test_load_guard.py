@@ -28,6 +28,10 @@ def delete_one(tensors):
     del tensors[next(key for key in tensors if key.endswith("layers.1.mlp.up_proj.weight"))]
 
 
+def delete_head(tensors):
+    del tensors[next(key for key in tensors if key.endswith("lm_head.weight"))]
+
+
 def delete_bias(tensors):
     del tensors[next(key for key in tensors if key.endswith("align_norm.bias"))]
 
@@ -63,12 +67,16 @@ def loaded(tmp_path_factory):
     model.save_pretrained(sound)
     tiny.stock_llava().save_pretrained(stock)
     LlavaNormAlignForConditionalGeneration(tiny.llava_config(LlavaNormAlignConfig, tied=True)).save_pretrained(tied)
+    headless = root / "headless"
+    shutil.copytree(sound, headless)
+    rewrite(headless, delete_head)
     with torch.no_grad():
         sums = {"sound": model(**tiny.prompt_with_image(tiny.processor())).logits.double().sum().item()}
 
     tasks = {
         "sound": {"folder": sound},
         "tied": {"folder": tied},
+        "untied without head": {"folder": headless},
         "inner model of a full checkpoint": {"folder": sound, "class": "AutoModel"},
         "stock": {"folder": stock, "class": OUTER, "code": str(sound)},
     }
@@ -130,6 +138,7 @@ def test_an_adapter_loads_on_its_guarded_base(loaded):
     [
         ("one deleted", ["1 missing", "layers.1.mlp.up_proj.weight", "incomplete"]),
         ("bias deleted", ["align_norm"]),
+        ("untied without head", ["1 missing", "lm_head.weight"]),
         ("one added", ["1 unexpected", "layers.9.extra"]),
         ("lora on damaged base", ["1 missing", "layers.1.mlp.up_proj.weight"]),
         ("lora on added tensor", ["1 unexpected", "layers.9.extra"]),
@@ -142,6 +151,22 @@ def test_damage_raises_and_names_tensor_and_cause(loaded, case, parts):
     assert result["error"] == "RuntimeError", result
     for part in parts:
         assert part in result["message"]
+
+
+def test_a_head_that_only_the_config_ties_is_missed(tmp_path):
+    """4.57 ties by text_config alone: with the flag at the top only, its head would be random."""
+    config = tiny.llava_config(LlavaNormAlignConfig, tied=True)
+    LlavaNormAlignForConditionalGeneration(config).save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    content["tie_word_embeddings"] = True
+    content["text_config"]["tie_word_embeddings"] = False
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    try:
+        model = LlavaNormAlignForConditionalGeneration.from_pretrained(tmp_path)
+    except RuntimeError as error:
+        assert "lm_head.weight" in str(error)
+    else:
+        assert model.lm_head.weight is model.get_input_embeddings().weight
 
 
 def test_another_shape_raises(loaded):

@@ -85,6 +85,7 @@ def randomize(model, seed=0):
 
 
 def stock_llava(tower="clip", family="llama", tied=False, seed=0):
+    torch.manual_seed(seed)
     return randomize(LlavaForConditionalGeneration(llava_config(LlavaConfig, tower, family, tied)), seed).eval()
 
 
