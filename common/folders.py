@@ -75,7 +75,9 @@ def _lock_folder(folder: Path, target: Path) -> int:
                 return descriptor
         except BlockingIOError:
             os.close(descriptor)
-            raise InputError(f"Another process is writing {target} right now. Wait for it, or name another target.") from None
+            raise InputError(
+                f"Another process is writing {target} right now. Wait for it, or name another target."
+            ) from None
         except FileNotFoundError:
             pass
         os.close(descriptor)
@@ -90,7 +92,7 @@ def _clear(folder: Path) -> None:
 
 
 def _exchange(new: Path, old: Path) -> None:
-    """Swap two folders. One system call on Linux; elsewhere two renames, with the old folder kept until both are done."""
+    """Swap two folders: one system call on Linux; elsewhere renames, with the old folder kept until they are done."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.renameat2(AT_FDCWD, os.fsencode(new), AT_FDCWD, os.fsencode(old), RENAME_EXCHANGE) == 0:

@@ -15,7 +15,9 @@ def open_image(path: Path | str) -> Image.Image:
     """The image at `path` in RGB. InputError if it is missing, not an image, broken, or larger than the limits."""
     path = Path(path)
     if not path.is_file():
-        raise InputError(f"There is no image file at {path}. Name a file that Pillow can read, such as a PNG or a JPEG.")
+        raise InputError(
+            f"There is no image file at {path}. Name a file that Pillow can read, such as a PNG or a JPEG."
+        )
     if path.stat().st_size > MAX_BYTES:
         raise InputError(f"{path} has {path.stat().st_size:,} bytes; at most {MAX_BYTES:,} are read. Make it smaller.")
     try:
@@ -25,12 +27,15 @@ def open_image(path: Path | str) -> Image.Image:
         width, height = image.size
         if width * height > MAX_PIXELS:
             raise InputError(
-                f"{path} is {width} x {height} = {width * height:,} pixels; at most {MAX_PIXELS:,} are read. Make it smaller."
+                f"{path} is {width} x {height} = {width * height:,} pixels; at most {MAX_PIXELS:,} are read. "
+                "Make it smaller."
             )
         return image.convert("RGB")
     except Image.DecompressionBombError:
         raise InputError(f"{path} has more than {MAX_PIXELS:,} pixels. Make it smaller.") from None
     except UnidentifiedImageError:
-        raise InputError(f"{path} is not an image that Pillow can read. Name a PNG, a JPEG or another image.") from None
+        raise InputError(
+            f"{path} is not an image that Pillow can read. Name a PNG, a JPEG or another image."
+        ) from None
     except (OSError, SyntaxError, ValueError) as error:
         raise InputError(f"{path} is a broken image ({error}). Save it again or name another one.") from None

@@ -5,7 +5,12 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, RepositoryNotFoundError
+from huggingface_hub.errors import (
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
 from safetensors import SafetensorError
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel, ProcessorMixin
 
@@ -22,9 +27,13 @@ def resolve_model(model: str, revision: str | None = None, patterns: list[str] |
     if path.is_dir():
         return path
     if path.exists():
-        raise InputError(f"{model} is a file; a model folder or a Hub id such as llava-hf/llava-1.5-7b-hf was expected.")
+        raise InputError(
+            f"{model} is a file; a model folder or a Hub id such as llava-hf/llava-1.5-7b-hf was expected."
+        )
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
-        raise InputError(f"There is no folder {model}. Name a model folder or a Hub id such as llava-hf/llava-1.5-7b-hf.")
+        raise InputError(
+            f"There is no folder {model}. Name a model folder or a Hub id such as llava-hf/llava-1.5-7b-hf."
+        )
     try:
         return Path(snapshot_download(model, revision=revision, allow_patterns=patterns or MODEL_FILES))
     except HFValidationError:

@@ -52,7 +52,7 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
 
 
 def read_header(path: Path) -> list[StoredTensor]:
-    """The tensors of one safetensors file in the order of their bytes. InputError if the file is cut or its header lies."""
+    """The tensors of a safetensors file in the order of their bytes. InputError if it is cut or its header lies."""
     try:
         with safe_open(path, framework="pt"):  # the library checks lengths, offsets and shapes against the file's size
             pass
@@ -105,8 +105,8 @@ def read_weights(folder: Path) -> StoredWeights:
         wrong = [name for name, file in weight_map.items() if name not in tensors or tensors[name].file.name != file]
         if wrong:
             raise InputError(
-                f"{folder / INDEX_FILE} places {len(wrong)} tensor(s) in a file that does not hold them, such as {wrong[0]}. "
-                "Download or convert the model again."
+                f"{folder / INDEX_FILE} places {len(wrong)} tensor(s) in a file that does not hold them, "
+                f"such as {wrong[0]}. Download or convert the model again."
             )
         unlisted = set(tensors) - set(weight_map)
         if unlisted:
@@ -121,7 +121,11 @@ def write_renamed(target: Path, tensors: Iterable[tuple[str, StoredTensor]]) -> 
     """Write a safetensors file of (new name, stored tensor) pairs; the bytes are copied from file to file."""
     header, begin, ordered = {}, 0, list(tensors)
     for name, tensor in ordered:
-        header[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [begin, begin + tensor.nbytes]}
+        header[name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, begin + tensor.nbytes],
+        }
         begin += tensor.nbytes
     encoded = json.dumps({"__metadata__": {"format": "pt"}, **header}, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)

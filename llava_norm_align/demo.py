@@ -101,7 +101,9 @@ def describe_norms(row: dict[str, Any]) -> str:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """The rows as a plain-text table."""
-    lines = [f"{'':22}{'exact match (95 % interval)':>30}{'visual norm':>13}{'text norm':>11}{'ratio':>8}{'training':>10}"]
+    lines = [
+        f"{'':22}{'exact match (95 % interval)':>30}{'visual norm':>13}{'text norm':>11}{'ratio':>8}{'training':>10}"
+    ]
     for row in rows:
         low, high = row["interval"]
         match = f"{row['accuracy']:.3f} ({low:.3f} to {high:.3f})"

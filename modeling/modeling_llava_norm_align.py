@@ -32,8 +32,8 @@ if TRANSFORMERS_5:
 else:
     from torch.nn import init
 
-# transformers 5 saves CLIP and SigLIP towers without the `vision_model.` level that 4.57 has. Saving in 4.57 undoes the
-# renaming by stripping "^" and parentheses from the pattern, so its dots are not escaped.
+# transformers 5 saves CLIP and SigLIP towers without the `vision_model.` level that 4.57 has. Saving in 4.57 undoes
+# the renaming by stripping "^" and parentheses from the pattern, so its dots are not escaped.
 VISION_WITHOUT_LEVEL = (
     "^vision_tower.(?!vision_model)(?=pre_layrnorm|post_layernorm|head|encoder.layers|embeddings.class_embedding"
     "|embeddings.patch_embedding[.]|embeddings.position_embedding[.])"
@@ -151,7 +151,7 @@ class NormAlignPreTrainedMixin:
             model, info = super().from_pretrained(source, *model_args, output_loading_info=True, **kwargs)
         except SafetensorError as error:
             raise RuntimeError(
-                f"The weight file {damaged_file(source)} is cut or damaged ({error}). Download or convert {source} again."
+                f"The weight file {damaged_file(source)} is cut or damaged ({error}). Download or convert it again."
             ) from error
         if getattr(model, "_hf_peft_config_loaded", False):  # transformers 5 then reports on the adapter alone
             raise RuntimeError(

@@ -294,6 +294,25 @@ def test_a_tokenizer_saved_by_this_line_loads(tmp_path, photo):
     assert reader.read(folder, photo)[0]["image_tokens"] == 4
 
 
+def test_a_tokenizer_without_a_fast_file_is_converted(tmp_path, photo):
+    text = write_text(tmp_path / "text", "qwen2")
+    (text / "tokenizer.json").unlink()
+    letters = sorted({*"USER:ASSISTANT:whatisacat?<im>ge", "Ġ", "Ċ", "."})
+    words = {word: index for index, word in enumerate(["</s>", "<pad>", *letters, "at"])}
+    (text / "vocab.json").write_text(json.dumps(words))
+    (text / "merges.txt").write_text("#version: 0.2\na t\n")
+    settings = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "</s>"}
+    (text / "tokenizer_config.json").write_text(json.dumps(settings))
+    folder = assemble(tmp_path / "llava", str(write_vision(tmp_path / "vision")), str(text))
+    report, _ = reader.read(folder, photo)
+    assert report["image_tokens"] == 4
+    assert report["text_ids"].count(words["at"]) == 2  # what, cat
+    assert not (folder / ".tokenizer").exists()
+    if OTHER.is_file():
+        run_reader(OTHER, photo, [], [folder])
+        assert json.loads((tmp_path / "llava.json").read_text()) == report
+
+
 def edit_json(path, **fields):
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 

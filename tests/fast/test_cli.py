@@ -139,7 +139,9 @@ def test_an_empty_question_is_refused(run, stock, image):
 
 
 def test_debug_shows_the_traceback(run, stock, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["llava-norm-align", "ask", str(stock), str(tmp_path / "no.png"), "what", "--debug"])
+    monkeypatch.setattr(
+        sys, "argv", ["llava-norm-align", "ask", str(stock), str(tmp_path / "no.png"), "what", "--debug"]
+    )
     with pytest.raises(cli.InputError):
         cli.main()
 
@@ -153,7 +155,9 @@ def test_the_verbs():
     }
 
 
-@pytest.mark.parametrize("arguments", [["ask"], ["nonsense"], ["convert", "a"], ["ask", "a", "b", "c", "--temperature", "-1"]])
+@pytest.mark.parametrize(
+    "arguments", [["ask"], ["nonsense"], ["convert", "a"], ["ask", "a", "b", "c", "--temperature", "-1"]]
+)
 def test_usage_errors_exit_with_2(run, arguments):
     code, out, err = run(*arguments)
     assert code == 2 and "Traceback" not in err

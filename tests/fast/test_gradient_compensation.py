@@ -130,7 +130,8 @@ def undetached(norm, xhat):
 FAULTS = {
     "mu is not detached": undetached,
     "|mean g| for mean |g|": lambda norm, xhat: (
-        modeling.ScaleGradient.apply(xhat, 1 / norm.weight.detach().mean().abs().clamp_min(FLOOR)) * norm.weight + norm.bias
+        modeling.ScaleGradient.apply(xhat, 1 / norm.weight.detach().mean().abs().clamp_min(FLOOR)) * norm.weight
+        + norm.bias
     ),
     "no floor": lambda norm, xhat: (
         modeling.ScaleGradient.apply(xhat, 1 / norm.weight.detach().abs().mean()) * norm.weight + norm.bias
@@ -144,7 +145,8 @@ FAULTS = {
 
 def test_the_faults_harness_passes_without_a_fault(monkeypatch):
     sound = lambda norm, xhat: (  # noqa: E731
-        modeling.ScaleGradient.apply(xhat, 1 / norm.weight.detach().abs().mean().clamp_min(FLOOR)) * norm.weight + norm.bias
+        modeling.ScaleGradient.apply(xhat, 1 / norm.weight.detach().abs().mean().clamp_min(FLOOR)) * norm.weight
+        + norm.bias
     )
     monkeypatch.setattr(NormAlignLayerNorm, "forward", scaled(sound))
     for gain in GAINS:

@@ -1,4 +1,4 @@
-"""The guard of the file that ships, in a process without the package: damaged weights raise, naming tensor and cause."""
+"""The guard of the file that ships, in a process without the package: damaged weights raise, with their names."""
 
 import json
 import shutil

@@ -22,7 +22,9 @@ def config(**fields):
 
 def norm_of(model):
     return model.get_submodule(
-        "multi_modal_projector.align_norm" if type(model) is LlavaNormAlignModel else "model.multi_modal_projector.align_norm"
+        "multi_modal_projector.align_norm"
+        if type(model) is LlavaNormAlignModel
+        else "model.multi_modal_projector.align_norm"
     )
 
 
@@ -73,7 +75,10 @@ def test_only_the_two_norm_tensors_are_new():
     ours = LlavaNormAlignForConditionalGeneration(config()).state_dict()
     stock = transformers.LlavaForConditionalGeneration(tiny.llava_config()).state_dict()
     prefix = "model.multi_modal_projector.align_norm."
-    assert set(ours) - set(stock) == {prefix + "weight", prefix + "bias"}  # under the projector, which LLaVA's tools save
+    assert set(ours) - set(stock) == {
+        prefix + "weight",
+        prefix + "bias",
+    }  # under the projector, which LLaVA's tools save
     assert not set(stock) - set(ours)
 
 
@@ -127,7 +132,7 @@ def test_every_type_builds_saves_and_loads(kind, tmp_path):
 
 
 def test_small_variance_is_damped_by_eps():
-    """A channel spread of 1e-3 gives a variance below eps: the token comes out shorter than the target, by the formula."""
+    """A channel spread of 1e-3 gives a variance below eps: the token comes out shorter than the target."""
     norm = NormAlignLayerNorm(config()).eval()
     nn.init.constant_(norm.weight, GAIN)
     x = torch.randn(D, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

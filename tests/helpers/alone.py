@@ -80,7 +80,11 @@ def save_again(task):
     model, _ = load(task)
     model.save_pretrained(task["out"], max_shard_size=task["shard"])
     for path in Path(task["folder"]).iterdir():
-        if path.is_file() and path.suffix in (".json", ".jinja", ".model") and not Path(task["out"], path.name).exists():
+        if (
+            path.is_file()
+            and path.suffix in (".json", ".jinja", ".model")
+            and not Path(task["out"], path.name).exists()
+        ):
             if not path.name.startswith("model.safetensors"):
                 shutil.copy(path, task["out"])
     return {}

@@ -14,7 +14,7 @@ PYTHONS[transformers.__version__[0]] = Path(sys.executable)  # the line under te
 
 
 def run_alone(tasks, folder, python=sys.executable, timeout=300):
-    """Run tests/helpers/alone.py, where llava_norm_align cannot be imported, on `tasks` (JSON) and return its results."""
+    """Run alone.py, where llava_norm_align cannot be imported, on `tasks` (JSON) and return its results."""
     request, answer = Path(folder, "request.json"), Path(folder, "answer.json")
     request.write_text(json.dumps(tasks))
     answer.unlink(missing_ok=True)
