@@ -34,7 +34,6 @@ from llava_norm_align.conversion.processor_files import (
 )
 from llava_norm_align.conversion.verify import quiet_transformers
 
-
 VISION_FAMILIES = {
     "clip": "clip",
     "clip_vision_model": "clip",

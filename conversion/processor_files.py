@@ -65,19 +65,16 @@ def write_tokenizer(folder: Path, source: Path) -> int:
     tokenizer = read_json(source / "tokenizer.json", "the tokenizer of a language model")
     config = read_json(source / TOKENIZER_FILE, "the configuration of a tokenizer")
     try:
-        taken = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
         vocabulary = tokenizer["model"]["vocab"]
-        ids = (
-            [*vocabulary.values(), *taken.values()]
-            if isinstance(vocabulary, dict)
-            else [*range(len(vocabulary)), *taken.values()]
-        )
-    except (KeyError, TypeError, AttributeError) as error:
+        if isinstance(vocabulary, list):  # a unigram model has [piece, score] in the order of the ids
+            vocabulary = {piece: index for index, (piece, _) in enumerate(vocabulary)}
+        added = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
+        image_token_id = (vocabulary | added).get(IMAGE_TOKEN, max([*vocabulary.values(), *added.values()]) + 1)
+    except (KeyError, TypeError, ValueError) as error:
         raise InputError(
             f"{source / 'tokenizer.json'} is broken ({error!r}). Download the language model again."
         ) from None
-    image_token_id = taken.get(IMAGE_TOKEN, max(ids) + 1)
-    if IMAGE_TOKEN not in taken:
+    if IMAGE_TOKEN not in added:
         flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
         tokenizer["added_tokens"].append({"id": image_token_id, "content": IMAGE_TOKEN, **flags})
         if "added_tokens_decoder" in config:

@@ -1,7 +1,6 @@
 """assemble: parts keep their bits, both transformers lines load the result, processor and model count alike."""
 
 import json
-import shutil
 
 import pytest
 import torch
@@ -11,70 +10,17 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoProcessor,
-    BertConfig,
-    BertModel,
-    CLIPConfig,
-    CLIPImageProcessor,
-    CLIPModel,
-    CLIPVisionModel,
-    Dinov2Model,
     PreTrainedTokenizerFast,
-    ResNetConfig,
-    ResNetModel,
-    SiglipConfig,
-    SiglipImageProcessor,
-    SiglipModel,
-    SiglipVisionModel,
 )
 
-from llava_norm_align.common.errors import InputError
 from llava_norm_align.conversion import assemble as module
 from llava_norm_align.conversion.assemble import assemble
 from tests.helpers import reader, tiny
 from tests.helpers.lines import PYTHONS
+from tests.helpers.parts import TOWERS, write_text, write_vision
 from tests.helpers.reader import run_reader
 
 OTHER = PYTHONS["5" if transformers.__version__.startswith("4.") else "4"]
-TOWERS = {"clip": CLIPVisionModel, "siglip": SiglipVisionModel, "dinov2": Dinov2Model}
-TEXT_TOWER = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=9)
-TEXT_TOWER |= dict(bos_token_id=0, eos_token_id=1, pad_token_id=1)
-
-
-def write_vision(folder, tower="clip"):
-    """A tower of 28 pixels and patch 14, or with "+text" a whole CLIP or SigLIP."""
-    family = tower.removesuffix("+text")
-    config = tiny.vision_config(family)
-    if tower == family:
-        model = TOWERS[family](config)
-    elif family == "clip":
-        model = CLIPModel(CLIPConfig(vision_config=config.to_dict(), text_config=TEXT_TOWER, projection_dim=8))
-    else:
-        model = SiglipModel(SiglipConfig(vision_config=config.to_dict(), text_config=TEXT_TOWER))
-    tiny.randomize(model).save_pretrained(folder)
-    if family == "siglip":
-        SiglipImageProcessor(size={"height": 28, "width": 28}).save_pretrained(folder)
-    else:
-        square = {"height": 28, "width": 28}
-        CLIPImageProcessor(size={"shortest_edge": 28}, crop_size=square).save_pretrained(folder)
-    return folder
-
-
-def write_text(folder, family="llama", tied=False, vocabulary=64, shard="5GB", template=None, image_token=False):
-    """A language model and a tokenizer of 16 words (17 with `<image>`)."""
-    config = tiny.text_config(family, tied)
-    config.vocab_size = vocabulary
-    model = tiny.randomize(AutoModelForCausalLM.from_config(config), seed=1)
-    model.save_pretrained(folder, max_shard_size=shard)
-    tokenizer = tiny.processor().tokenizer
-    backend = json.loads(tokenizer.backend_tokenizer.to_str())
-    if not image_token:
-        backend["added_tokens"] = [token for token in backend["added_tokens"] if token["content"] != "<image>"]
-        del backend["model"]["vocab"]["<image>"]
-    (folder / "tokenizer.json").write_text(json.dumps(backend))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "pad_token": "<pad>"}
-    settings |= {"chat_template": template} if template else {}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return folder
 
 
 @pytest.fixture
@@ -311,94 +257,3 @@ def test_a_tokenizer_without_a_fast_file_is_converted(tmp_path, photo):
     if OTHER.is_file():
         run_reader(OTHER, photo, [], [folder])
         assert json.loads((tmp_path / "llava.json").read_text()) == report
-
-
-def edit_json(path, **fields):
-    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
-
-
-def pickle_only(folder):
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-
-
-def cut(folder):
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-
-
-def drop_tensor(folder, name):
-    weights = load_file(folder / "model.safetensors")
-    del weights[next(key for key in weights if name in key)]
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def replace_model(folder, model):
-    (folder / "model.safetensors").unlink()
-    model.save_pretrained(folder)
-
-
-BAD = {
-    "vision pickled": ("pickled", lambda v, t: pickle_only(v)),
-    "text pickled": ("pickled", lambda v, t: pickle_only(t)),
-    "text quantised": (
-        "quantised .gptq",
-        lambda v, t: edit_json(t / "config.json", quantization_config={"quant_method": "gptq"}),
-    ),
-    "text a BERT": (
-        "type bert",
-        lambda v, t: replace_model(t, BertModel(BertConfig(**{**TEXT_TOWER, "bos_token_id": None}))),
-    ),
-    "vision a ResNet": (
-        "type resnet",
-        lambda v, t: replace_model(v, ResNetModel(ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1]))),
-    ),
-    "vision empty": ("empty", lambda v, t: [path.unlink() for path in v.iterdir()]),
-    "text without config": ("no config.json", lambda v, t: (t / "config.json").unlink()),
-    "config broken": ("broken", lambda v, t: (t / "config.json").write_text("{")),
-    "unknown text type": ("transformers cannot read", lambda v, t: edit_json(t / "config.json", model_type="nobody")),
-    "text without tokenizer": ("no tokenizer", lambda v, t: [path.unlink() for path in t.glob("tokenizer*")]),
-    "tokenizer broken": ("tokenizer.json is broken", lambda v, t: (t / "tokenizer.json").write_text("{}")),
-    "vision without image processor": (
-        "preprocessor_config.json",
-        lambda v, t: (v / "preprocessor_config.json").unlink(),
-    ),
-    "image size of another tower": ("56 x 56", lambda v, t: edit_json(v / "preprocessor_config.json", crop_size=56)),
-    "vision cut": ("cut or damaged", lambda v, t: cut(v)),
-    "text cut": ("cut or damaged", lambda v, t: cut(t)),
-    "text tensor missing": ("missing keys: 1", lambda v, t: drop_tensor(t, "layers.1.mlp.up_proj")),
-    "vision tensor missing": ("missing keys: 1", lambda v, t: drop_tensor(v, "layers.2.mlp.fc1.weight")),
-    "head missing": ("no lm_head.weight", lambda v, t: drop_tensor(t, "lm_head")),
-    "other sizes in the config": ("mismatched", lambda v, t: edit_json(t / "config.json", intermediate_size=96)),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_parts_are_refused_and_nothing_is_written(tmp_path, case):
-    vision, text = write_vision(tmp_path / "vision"), write_text(tmp_path / "text")
-    message, damage = BAD[case]
-    damage(vision, text)
-    before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(InputError, match=message):
-        assemble(tmp_path / "llava", str(vision), str(text))
-    assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_bad_projectors_and_targets_are_refused(tmp_path):
-    vision, text = write_vision(tmp_path / "vision"), write_text(tmp_path / "text")
-    file = tmp_path / "projector.safetensors"
-    with pytest.raises(InputError, match="missing"):
-        assemble(tmp_path / "llava", str(vision), str(text), file)
-    save_file({"linear_1.weight": torch.zeros(3, 3)}, file)
-    with pytest.raises(InputError, match=r"linear_1.weight.*\(3, 3\)"):
-        assemble(tmp_path / "llava", str(vision), str(text), file)
-    file.write_text("not safetensors")
-    with pytest.raises(InputError, match="cut or damaged"):
-        assemble(tmp_path / "llava", str(vision), str(text), file)
-    with pytest.raises(InputError, match="not empty"):
-        assemble(text, str(vision), str(text))
-    with pytest.raises(InputError, match="overlap"):
-        assemble(text, str(vision), str(text), overwrite=True)
-    assert not (tmp_path / "llava").exists() and (text / "config.json").is_file()
-    shutil.rmtree(vision)
-    with pytest.raises(InputError, match="no folder"):
-        assemble(tmp_path / "llava", str(vision), str(text))
