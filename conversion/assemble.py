@@ -26,6 +26,7 @@ from llava_norm_align.common.weights import (
     write_index,
     write_renamed,
 )
+from llava_norm_align.configuration.configuration_llava_norm_align import with_rope_theta
 from llava_norm_align.conversion.processor_files import (
     image_processor_config,
     write_generation_config,
@@ -189,12 +190,7 @@ def _complete(config: dict[str, Any], kind: str, folder: Path) -> dict[str, Any]
             config[key] = known[key]
     if "vocab_size" in config:
         config["tie_word_embeddings"] = bool(known.get("tie_word_embeddings"))
-    rope = config.get("rope_parameters")
-    if isinstance(rope, dict) and "rope_theta" in rope:  # 5's form, which 4.57 does not read
-        config["rope_theta"] = rope["rope_theta"]
-        scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
-        config["rope_scaling"] = None if scaling.get("rope_type", "default") == "default" else scaling
-    return config
+    return with_rope_theta(config)
 
 
 def _read_safetensors(folder: Path) -> dict[str, StoredTensor]:

@@ -15,6 +15,7 @@ from llava_norm_align.common.loading import load_model, load_processor
 from llava_norm_align.common.prompts import prepare_inputs
 from llava_norm_align.common.results import provenance, write_json
 from llava_norm_align.conversion.convert import convert
+from llava_norm_align.conversion.files import copy_small_files
 from llava_norm_align.conversion.micro import cached_micro
 from llava_norm_align.data.easy_vqa import Row, load_questions
 from llava_norm_align.diagnosis.norms import layer0_norms
@@ -57,7 +58,7 @@ def run(
             rows[name + TRAINED] = measure(models[name], processor, test) | {"training_seconds": result["seconds"]}
             trained = folder / f"{name}-trained"
             models[name].save_pretrained(trained)
-            processor.save_pretrained(trained)
+            copy_small_files(stock, trained)  # the processor's files, which a newer transformers would save anew
             echo(describe_norms(rows[name + TRAINED]))
 
         echo(f"[6/6] One image, asked: {test[0].question}  (right: {test[0].answer})")

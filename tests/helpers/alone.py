@@ -21,6 +21,22 @@ import transformers  # noqa: E402
 from transformers import AutoProcessor  # noqa: E402
 from transformers.dynamic_module_utils import get_class_from_dynamic_module  # noqa: E402
 
+CONFIG_FIELDS = (
+    "norm_align_type",
+    "norm_align_bias",
+    "norm_align_eps",
+    "norm_align_target",
+    "norm_align_scale",
+    "norm_align_gradient_compensation",
+    "norm_align_compensation_floor",
+    "image_token_index",
+    "image_token_id",
+    "image_seq_length",
+    "projector_hidden_act",
+    "vision_feature_layer",
+    "vision_feature_select_strategy",
+    "multimodal_projector_bias",
+)
 MODEL_FILE = "modeling_llava_norm_align"
 
 
@@ -71,6 +87,7 @@ def read(task):
         "input_ids": inputs["input_ids"][0].tolist(),
         "prompt": prompt,
         "class": type(model).__name__,
+        "config": {name: getattr(model.config, name) for name in CONFIG_FIELDS},
         "norm_dtype": str(model.model.multi_modal_projector.align_norm.weight.dtype),
     }
 

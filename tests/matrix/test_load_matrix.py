@@ -142,6 +142,14 @@ def test_logits_are_the_references_in_every_line(matrix, row):
 
 
 @pytest.mark.parametrize("row", ROWS, ids=name)
+def test_the_config_is_the_same_everywhere(matrix, row):
+    every = [answer["config"] for line in PYTHONS for key, answer in matrix[0][line].items() if key[0] == row]
+    assert all(config == every[0] for config in every)
+    expected = {"norm_align_type": "layer_norm", "image_token_index": 16, "image_token_id": 16, "image_seq_length": 4}
+    assert every[0].items() >= expected.items() and every[0]["norm_align_target"] > 0
+
+
+@pytest.mark.parametrize("row", ROWS, ids=name)
 def test_the_processor_is_the_same_everywhere(matrix, row):
     every = [answer for line in PYTHONS for key, answer in matrix[0][line].items() if key[0] == row]
     image_tokens = 4  # 28 px in patches of 14
