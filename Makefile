@@ -24,7 +24,7 @@ help:
 	@echo 'make lint, make format, make readme, make clean'
 
 demo: .venv/.ready
-	.venv/bin/llava-norm-align demo
+	.venv/bin/llava-norm-align demo --overwrite
 
 test: lint .venv-tf4/.ready
 	$(FAST) $(PY) $(PYTEST_FAST)

@@ -13,6 +13,8 @@ from pathlib import Path
 from llava_norm_align.common.errors import InputError
 
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
+OURS = ("config.json", "demo.json")  # what a folder must hold to be replaced
+MAX_NAME = 240  # bytes; file systems end at 255, and the name is written with a prefix and a suffix
 
 
 def check_target(target: Path, overwrite: bool = False, sources: tuple[Path, ...] = ()) -> None:
@@ -24,13 +26,28 @@ def check_target(target: Path, overwrite: bool = False, sources: tuple[Path, ...
             raise InputError(
                 f"The target {target} and the source {source} overlap. Name a target outside of the source folder."
             )
-    if target.is_symlink() or (target.exists() and not target.is_dir()):
+    for place, folder in (("your home", Path.home()), ("the working folder", Path.cwd())):
+        if resolved == folder.resolve() or resolved in folder.resolve().parents:
+            raise InputError(f"The target {target} holds {place}. Name a folder of its own.")
+    if len(os.fsencode(resolved.name)) > MAX_NAME:
+        raise InputError(f"The name of the target {target} has more than {MAX_NAME} bytes. Name a shorter one.")
+    if target.is_symlink():
+        raise InputError(f"The target {target} is a link. Name the folder itself.")
+    if target.exists() and not target.is_dir():
         raise InputError(f"{target} exists and is not a folder. Name a new folder, or remove it first.")
-    if target.is_dir() and any(target.iterdir()) and not overwrite:
-        raise InputError(f"The folder {target} is not empty. Name a new folder, or pass --overwrite to replace it.")
-    parent = next(p for p in resolved.parents if p.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
+    parent = next(folder for folder in resolved.parents if folder.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise InputError(f"{target} cannot be written: {parent} is not a folder that you may write to.")
+    if target.is_dir() and any(target.iterdir()):
+        if not overwrite:
+            raise InputError(
+                f"The folder {target} is not empty. Name a new folder, or pass --overwrite to replace it."
+            )
+        if not any((target / name).is_file() for name in OURS):
+            raise InputError(
+                f"The folder {target} holds no model ({' or '.join(OURS)}), so --overwrite does not replace it. "
+                "Name another folder, or remove this one yourself."
+            )
 
 
 @contextmanager
@@ -38,61 +55,52 @@ def new_folder(target: Path, overwrite: bool = False, sources: tuple[Path, ...] 
     """Yield an empty folder beside `target` that takes its place when the block ends, and is removed if it fails.
 
     A kill at any moment leaves the old state or the new one; what a killed run left beside the target is removed
-    by the next run. Two runs cannot write the same target at once.
+    by the next run. Two runs cannot write the same target at once. (Where the file system cannot exchange two
+    folders in one step, a kill between two renames leaves the old state as `.NAME.replaced`.)
     """
     check_target(target, overwrite, sources)
     target = target.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
     writing = target.with_name(f".{target.name}.writing")
-    lock = _lock_folder(writing, target)
-    try:
-        _clear(writing)
-        yield writing
-        check_target(target, overwrite, sources)  # it may have been filled meanwhile
-        if target.is_dir() and any(target.iterdir()):
-            _exchange(writing, target)
-            shutil.rmtree(writing)
-        else:
-            os.rename(writing, target)
-    except BaseException:
+    with _locked(target):
         shutil.rmtree(writing, ignore_errors=True)
-        raise
-    finally:
-        os.close(lock)
-
-
-def _lock_folder(folder: Path, target: Path) -> int:
-    """Create `folder` and lock it; the lock ends with the process, so a killed run leaves none."""
-    while True:
-        folder.mkdir(exist_ok=True)
         try:
-            descriptor = os.open(folder, os.O_RDONLY)
-        except FileNotFoundError:
-            continue  # another run finished and renamed it just now
+            writing.mkdir()
+            yield writing
+            check_target(target, overwrite, sources)  # it may have been filled meanwhile
+            if target.is_dir() and any(target.iterdir()):
+                _exchange(writing, target)
+            else:
+                os.rename(writing, target)
+        finally:
+            shutil.rmtree(writing, ignore_errors=True)
+
+
+@contextmanager
+def _locked(target: Path) -> Iterator[None]:
+    """Hold a lock file beside `target`; the lock ends with the process, so a killed run blocks nobody."""
+    path = target.with_name(f".{target.name}.lock")
+    while True:
+        descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(descriptor), os.stat(folder)):
-                return descriptor
         except BlockingIOError:
             os.close(descriptor)
             raise InputError(
                 f"Another process is writing {target} right now. Wait for it, or name another target."
             ) from None
-        except FileNotFoundError:
-            pass
+        if path.exists() and os.path.samestat(os.fstat(descriptor), os.stat(path)):
+            break
+        os.close(descriptor)  # its holder removed it just now
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
         os.close(descriptor)
 
 
-def _clear(folder: Path) -> None:
-    for entry in folder.iterdir():
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
-        else:
-            entry.unlink()
-
-
 def _exchange(new: Path, old: Path) -> None:
-    """Swap two folders: one system call on Linux; elsewhere renames, with the old folder kept until they are done."""
+    """Swap two folders: one system call on Linux, else three renames."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.renameat2(AT_FDCWD, os.fsencode(new), AT_FDCWD, os.fsencode(old), RENAME_EXCHANGE) == 0:

@@ -9,6 +9,7 @@ from llava_norm_align.common.errors import InputError
 
 MAX_PIXELS = 100_000_000  # 10,000 x 10,000; above it a decoder needs several hundred MB
 MAX_BYTES = 100_000_000
+MAX_ASPECT = 100  # a processor scales the short side to its size, and the long side with it
 
 
 def open_image(path: Path | str) -> Image.Image:
@@ -29,6 +30,10 @@ def open_image(path: Path | str) -> Image.Image:
             raise InputError(
                 f"{path} is {width} x {height} = {width * height:,} pixels; at most {MAX_PIXELS:,} are read. "
                 "Make it smaller."
+            )
+        if max(width, height) > MAX_ASPECT * min(width, height):
+            raise InputError(
+                f"{path} is {width} x {height} pixels; sides of at most {MAX_ASPECT} to 1 are read. Crop it."
             )
         return image.convert("RGB")
     except Image.DecompressionBombError:

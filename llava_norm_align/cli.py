@@ -2,6 +2,7 @@
 
 import json
 import logging
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -12,7 +13,7 @@ import typer
 from llava_norm_align import __version__
 from llava_norm_align.common.errors import InputError, NormAlignError
 from llava_norm_align.common.images import open_image
-from llava_norm_align.common.loading import load_model, load_processor, resolve_model
+from llava_norm_align.common.loading import load_config, load_model, load_processor, resolve_model
 
 app = typer.Typer(
     help="Give a LLaVA checkpoint a norm-aligned projector (arXiv 2512.08374).",
@@ -34,6 +35,7 @@ def main() -> NoReturn:
     if not debug:
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that unfinished folders go
     try:
         app()
         code = 0
@@ -42,6 +44,11 @@ def main() -> NoReturn:
             raise
         typer.echo(f"Error: {error}", err=True)
         code = error.exit_code
+    except OSError as error:  # no room, no permission
+        if debug:
+            raise
+        typer.echo(f"Error: {error}", err=True)
+        code = 2
     except Exception as error:
         if debug:
             raise
@@ -91,6 +98,8 @@ def assemble(
         if vision or text or projector:
             raise InputError("--preset micro brings its own parts; leave out --vision, --text and --projector.")
         folder = assemble_micro(target, wheels=wheels, overwrite=overwrite)
+    elif wheels:
+        raise InputError("--wheels belongs to --preset micro; --vision and --text name folders or Hub ids.")
     elif not (vision and text):
         raise InputError("assemble needs --vision and --text (folders or Hub ids), or --preset micro.")
     else:
@@ -112,7 +121,7 @@ def convert(
         typer.Option("--gradient-compensation/--no-gradient-compensation", help="The paper's GWC, in training only."),
     ] = True,
     images: Annotated[
-        list[Path] | None, typer.Option("--images", help="An image of the report; may be repeated.")
+        list[Path] | None, typer.Option("--images", help="Image, or folder of images, to measure on; may be repeated.")
     ] = None,
     report: Annotated[
         bool | None, typer.Option("--report/--no-report", help="Compare with the source; default: on under 4 GB.")
@@ -147,7 +156,8 @@ def describe_conversion(summary: dict[str, Any]) -> str:
     table = calibration["table"]
     lines = [f"Note: {note}" for note in summary["notes"]]
     lines += [
-        f"Text table: {table['rows_used']:,} rows, mean norm {table['mean']:.4f}; {table['rows_left_out']:,} left out",
+        f"Text table: {table['rows_used']:,} rows of mean norm {table['mean'] or 0:.4f}; "
+        f"{table['rows_left_out']:,} rows of zeros left out",
         f"Target norm T: {calibration['target_norm']:.4f} ({calibration['target_from']})",
         f"Verified: {verified['tensors']:,} tensors, {verified['untouched']:,} of them byte for byte the source's",
     ]
@@ -164,7 +174,13 @@ def describe_conversion(summary: dict[str, Any]) -> str:
 
 def image_files(paths: list[Path]) -> list[Path]:
     """`paths` with every folder replaced by the files in it."""
-    return [file for path in paths for file in (sorted(path.iterdir()) if path.is_dir() else [path])]
+    files = []
+    for path in paths:
+        found = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
+        if not found:
+            raise InputError(f"The folder {path} of --images is empty. Name a folder with images, or leave it out.")
+        files += found
+    return files
 
 
 @app.command()
@@ -183,8 +199,12 @@ def ask(
     if not question.strip():
         raise InputError("The question is empty; write one in quotes after the image.")
     photo = open_image(image)
-    folders = {name: resolve_model(name, revision if name == model else None) for name in (model, baseline) if name}
-    for name, folder in folders.items():
+    folders = [(model, resolve_model(model, revision))]
+    if baseline is not None:
+        folders.append((baseline, resolve_model(baseline)))
+    for _, folder in folders:
+        load_config(folder)  # before the first model answers
+    for name, folder in folders:
         network, processor = load_model(folder), load_processor(folder)
         if len(folders) > 1:
             typer.echo(f"{name}: ", nl=False)
@@ -198,6 +218,7 @@ def ask(
             on_text=lambda piece: print(piece, end="", flush=True),
         )
         typer.echo()
+        del network  # two large models need not fit beside each other
 
 
 @app.command()

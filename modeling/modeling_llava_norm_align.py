@@ -147,8 +147,10 @@ class NormAlignPreTrainedMixin:
         if adapter is None and is_adapter_folder(source):
             adapter = source
             source = json.loads(Path(adapter, "adapter_config.json").read_text())["base_model_name_or_path"]
+        # transformers would raise on another shape before it says which tensor has it
+        kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
         try:
-            model, info = super().from_pretrained(source, *model_args, output_loading_info=True, **kwargs)
+            model, info = super().from_pretrained(source, *model_args, **kwargs)
         except SafetensorError as error:
             raise RuntimeError(
                 f"The weight file {damaged_file(source)} is cut or damaged ({error}). Download or convert it again."

@@ -89,6 +89,12 @@ def huge_image(folder):
     return path
 
 
+def endless_image(folder):
+    path = folder / "endless.png"
+    Image.new("L", (1, 60_000)).save(path)
+    return path
+
+
 def cut_image(folder):
     path = folder / "cut.png"
     tiny.photo().save(path)
@@ -103,9 +109,10 @@ def cut_image(folder):
         (lambda folder: folder, "no image file"),
         (not_an_image, "not an image"),
         (huge_image, "pixels"),
+        (endless_image, "100 to 1"),
         (cut_image, "broken image"),
     ],
-    ids=["missing", "folder", "text", "huge", "cut"],
+    ids=["missing", "folder", "text", "huge", "endless", "cut"],
 )
 def test_ask_refuses_a_bad_image(run, stock, tmp_path, make, says):
     code, out, err = run("ask", stock, make(tmp_path), "what is a cat ?")
@@ -131,6 +138,23 @@ def test_ask_refuses_a_bad_model(run, image, tmp_path):
         code, out, err = run("ask", model, image, "what is a cat ?")
         assert (code, out) == (2, ""), model
         assert err.startswith("Error: ") and says in err, err
+
+
+def test_a_bad_baseline_is_found_before_the_first_answer(run, stock, image, tmp_path):
+    code, out, err = run("ask", stock, image, "what is a cat ?", "--baseline", tmp_path)
+    assert (code, out) == (2, "") and "is empty" in err
+
+
+def test_an_empty_folder_of_images_is_refused(run, stock, tmp_path):
+    (tmp_path / "images").mkdir()
+    code, _, err = run("convert", stock, tmp_path / "out", "--images", tmp_path / "images")
+    assert code == 2 and "is empty" in err and not (tmp_path / "out").exists()
+
+
+def test_a_second_demo_replaces_only_a_demo(run, tmp_path):
+    (tmp_path / "photo.jpg").touch()
+    code, _, err = run("demo", "--out", tmp_path, "--overwrite")
+    assert code == 2 and "holds no model" in err and (tmp_path / "photo.jpg").exists()
 
 
 def test_an_empty_question_is_refused(run, stock, image):
@@ -168,6 +192,7 @@ def test_usage_errors_exit_with_2(run, arguments):
     [
         (["--vision", "x"], "--vision and --text"),
         (["--preset", "macro"], "'micro'"),
+        (["--vision", "a", "--text", "b", "--wheels", "c"], "--preset micro"),
         (["--preset", "micro", "--text", "x"], "leave out"),
     ],
 )

@@ -49,6 +49,9 @@ def test_defaults_are_the_papers():
         ("norm_align_target", math.nan, "positive"),
         ("norm_align_target", math.inf, "positive"),
         ("norm_align_target", "1.0", "positive"),
+        ("norm_align_target", 1e300, "1e30"),  # its gain would overflow fp32
+        ("norm_align_target", 1e-300, "1e-30"),  # its gain would be 0
+        ("norm_align_target", 10**400, "1e30"),
         ("norm_align_scale", 0.5, "None"),  # the type is layer_norm
         ("norm_align_gradient_compensation", "no", "True or False"),
         ("norm_align_compensation_floor", 0, "positive"),
@@ -67,6 +70,19 @@ def test_a_scale_needs_its_factor(bad):
     with pytest.raises(ValueError, match="norm_align_scale"):
         LlavaNormAlignConfig(norm_align_type="scale", norm_align_scale=bad)
     assert LlavaNormAlignConfig(norm_align_type="scale", norm_align_scale=2).norm_align_scale == 2
+
+
+def test_a_misspelt_field_is_named():
+    with pytest.raises(ValueError, match="norm_align_typ is not a field"):
+        LlavaNormAlignConfig(norm_align_typ="none")
+
+
+def test_a_bad_value_is_not_saved(tmp_path):
+    config = LlavaNormAlignConfig()
+    config.norm_align_eps = -1
+    with pytest.raises(ValueError, match="norm_align_eps is -1"):
+        config.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_round_trip_keeps_every_field(tmp_path):

@@ -139,6 +139,7 @@ def test_an_adapter_loads_on_its_guarded_base(loaded):
         ("one deleted", ["1 missing", "layers.1.mlp.up_proj.weight", "incomplete"]),
         ("bias deleted", ["align_norm"]),
         ("untied without head", ["1 missing", "lm_head.weight"]),
+        ("one reshaped", ["1 of another shape", "linear_2.bias"]),
         ("one added", ["1 unexpected", "layers.9.extra"]),
         ("lora on damaged base", ["1 missing", "layers.1.mlp.up_proj.weight"]),
         ("lora on added tensor", ["1 unexpected", "layers.9.extra"]),
@@ -167,11 +168,6 @@ def test_a_head_that_only_the_config_ties_is_missed(tmp_path):
         assert "lm_head.weight" in str(error)
     else:
         assert model.lm_head.weight is model.get_input_embeddings().weight
-
-
-def test_another_shape_raises(loaded):
-    result = loaded[0]["one reshaped"]
-    assert result["error"] in ("RuntimeError", "ValueError") and "mismatch" in result["message"]
 
 
 def test_a_cut_shard_is_named(loaded):

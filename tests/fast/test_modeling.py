@@ -131,6 +131,20 @@ def test_every_type_builds_saves_and_loads(kind, tmp_path):
     assert len(tensors) == (2 if kind.endswith("norm") else 0)
 
 
+def test_push_to_hub_uploads_a_folder_that_holds_the_code(tmp_path, monkeypatch):
+    """transformers' own upload inside save_pretrained would run before the code files are there."""
+    model, pushed = LlavaNormAlignForConditionalGeneration(config()), []
+
+    def push(self, repo_id, **options):
+        pushed.append((repo_id, options, {path.name for path in tmp_path.iterdir()}))
+
+    monkeypatch.setattr(LlavaNormAlignForConditionalGeneration, "push_to_hub", push)
+    model.save_pretrained(tmp_path, push_to_hub=True, repo_id="me/mine", private=True)
+    ((repo_id, options, files),) = pushed
+    assert (repo_id, options) == ("me/mine", {"private": True})
+    assert {"modeling_llava_norm_align.py", "configuration_llava_norm_align.py", "config.json"} <= files
+
+
 def test_small_variance_is_damped_by_eps():
     """A channel spread of 1e-3 gives a variance below eps: the token comes out shorter than the target."""
     norm = NormAlignLayerNorm(config()).eval()
