@@ -1,5 +1,7 @@
 """Models and processors from a local folder or a Hub id."""
 
+import os
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from huggingface_hub.errors import (
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
+    RevisionNotFoundError,
 )
 from safetensors import SafetensorError
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel, ProcessorMixin
@@ -24,9 +27,9 @@ MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "*.py",
 def resolve_model(model: str, revision: str | None = None, patterns: list[str] | None = None) -> Path:
     """The local folder of `model`: a folder, or a Hub id that is downloaded to the cache (`patterns`: which files)."""
     path = Path(model)
-    if path.is_dir():
+    if os.path.isdir(path):  # unlike Path.is_dir, no error below a folder that may not be read
         return path
-    if path.exists():
+    if os.path.exists(path):
         raise InputError(
             f"{model} is a file; a model folder or a Hub id such as llava-hf/llava-1.5-7b-hf was expected."
         )
@@ -43,6 +46,10 @@ def resolve_model(model: str, revision: str | None = None, patterns: list[str] |
             f"There is no folder {model}, and the Hub has no model of that name that you may read. "
             "Check the name; for a private or gated model, log in with: hf auth login"
         ) from None
+    except RevisionNotFoundError:
+        raise InputError(
+            f"{model} has no revision {revision} on the Hub. Name a branch, tag or commit of it with --revision."
+        ) from None
     except (LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
         raise InputError(
             f"There is no folder {model}, and the Hub cannot be asked for it ({type(error).__name__}). "
@@ -52,6 +59,8 @@ def resolve_model(model: str, revision: str | None = None, patterns: list[str] |
 
 def load_config(folder: Path) -> dict[str, Any]:
     """config.json of a model folder as a dict, with a model_type."""
+    if not os.access(folder, os.R_OK | os.X_OK):
+        raise InputError(f"You may not read the folder {folder}. Give yourself the permission, or name another one.")
     if not any(folder.iterdir()):
         raise InputError(f"The folder {folder} is empty; a model folder with config.json and weights was expected.")
     config = read_json(folder / "config.json", "the configuration of a model")
@@ -74,7 +83,7 @@ def load_processor(folder: Path) -> ProcessorMixin:
     """The processor of a vision-language model. InputError if the folder has none."""
     try:
         processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
-    except (RuntimeError, ValueError, OSError, TypeError, KeyError) as error:
+    except Exception as error:  # every processor and tokenizer class has its own way to fail
         raise InputError(f"{folder} has no processor that can be loaded: {first_line(error)}") from error
     if not isinstance(processor, ProcessorMixin):  # transformers falls back to the tokenizer alone
         raise InputError(f"{folder} has a {type(processor).__name__}, but no processor for images was found there.")
@@ -82,5 +91,7 @@ def load_processor(folder: Path) -> ProcessorMixin:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's message that says something."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    """The first line of an error's message that says something, cut where it becomes a list of everything."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    first = " ".join(lines[:2]) if lines[0].endswith((":", ",")) else lines[0]
+    return textwrap.shorten(first, 300, placeholder=" ...")

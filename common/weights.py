@@ -6,7 +6,7 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from safetensors import SafetensorError, safe_open
 
@@ -14,7 +14,7 @@ from llava_norm_align.common.errors import InputError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-BLOCK = 16 * 2**20  # bytes copied at a time
+BLOCK = 2**20  # bytes; a block stays in the cache while it is hashed and written
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"There is no {path.name} in {path.parent}: {what} was expected there.") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path} is broken ({error}): {what} was expected. Download or write it again.") from None
     if not isinstance(content, dict):
         raise InputError(f"{path} holds a JSON {type(content).__name__}, but an object was expected: {what}.")
@@ -85,6 +85,12 @@ def read_weights(folder: Path) -> StoredWeights:
         weight_map = index.get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise InputError(f"{folder / INDEX_FILE} has no weight_map. Download or convert the model again.")
+        nameless = next((name for name, file in weight_map.items() if not isinstance(file, str)), None)
+        if nameless is not None:
+            raise InputError(
+                f"{folder / INDEX_FILE} places {nameless} in {weight_map[nameless]!r}, but a file name was expected. "
+                "Download or convert the model again."
+            )
         names = sorted(set(weight_map.values()))
         outside = [name for name in names if Path(name).name != name]
         if outside:
@@ -97,6 +103,12 @@ def read_weights(folder: Path) -> StoredWeights:
             )
         files = [folder / name for name in names]
     else:
+        pickled = sorted(path.name for pattern in ("pytorch_model*.bin", "*.pth") for path in folder.glob(pattern))
+        if pickled:
+            raise InputError(
+                f"The weights in {folder} are pickled ({pickled[0]}), but safetensors was expected. Save it as "
+                "safetensors first: load the model with transformers and call save_pretrained."
+            )
         raise InputError(
             f"There are no weights in {folder}: {SINGLE_FILE} or {INDEX_FILE} was expected. Download the model again."
         )
@@ -119,8 +131,17 @@ def read_weights(folder: Path) -> StoredWeights:
 
 def write_renamed(target: Path, tensors: Iterable[tuple[str, StoredTensor]]) -> None:
     """Write a safetensors file of (new name, stored tensor) pairs; the bytes are copied from file to file."""
-    header, begin, ordered = {}, 0, list(tensors)
-    for name, tensor in ordered:
+    tensors = list(tensors)
+    with target.open("wb") as out:
+        write_header(out, tensors)
+        for _, tensor in tensors:
+            copy_bytes(tensor, out)
+
+
+def write_header(out: BinaryIO, tensors: Iterable[tuple[str, StoredTensor]]) -> None:
+    """Write the header of a safetensors file of (new name, tensor) pairs, whose bytes must follow in that order."""
+    header, begin = {}, 0
+    for name, tensor in tensors:
         header[name] = {
             "dtype": tensor.dtype,
             "shape": list(tensor.shape),
@@ -129,19 +150,20 @@ def write_renamed(target: Path, tensors: Iterable[tuple[str, StoredTensor]]) -> 
         begin += tensor.nbytes
     encoded = json.dumps({"__metadata__": {"format": "pt"}, **header}, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
-    with target.open("wb") as out:
-        out.write(struct.pack("<Q", len(encoded)))
-        out.write(encoded)
-        for _, tensor in ordered:
-            with tensor.file.open("rb") as source:
-                source.seek(tensor.offset)
-                left = tensor.nbytes
-                while left:
-                    block = source.read(min(BLOCK, left))
-                    if not block:
-                        raise InputError(f"The weight file {tensor.file} ended early; it was cut while it was read.")
-                    out.write(block)
-                    left -= len(block)
+    out.write(struct.pack("<Q", len(encoded)) + encoded)
+
+
+def copy_bytes(tensor: StoredTensor, out: BinaryIO) -> None:
+    """Copy the bytes of a stored tensor to `out`."""
+    with tensor.file.open("rb") as source:
+        source.seek(tensor.offset)
+        left = tensor.nbytes
+        while left:
+            block = source.read(min(BLOCK, left))
+            if not block:
+                raise InputError(f"The weight file {tensor.file} ended early; it was cut while it was read.")
+            out.write(block)
+            left -= len(block)
 
 
 def write_index(folder: Path, files: Iterable[Path]) -> None:

@@ -1,9 +1,7 @@
 """A stock LLaVA from a vision tower and a language model, its weights copied from file to file."""
 
-import json
-import struct
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +12,15 @@ from transformers import AutoConfig, LlavaForConditionalGeneration
 
 from llava_norm_align.common.errors import InputError
 from llava_norm_align.common.folders import check_target, new_folder
-from llava_norm_align.common.loading import load_config, resolve_model
+from llava_norm_align.common.loading import first_line, load_config, resolve_model
 from llava_norm_align.common.results import write_json
 from llava_norm_align.common.weights import (
-    BLOCK,
-    INDEX_FILE,
     SINGLE_FILE,
     StoredTensor,
+    copy_bytes,
     read_header,
     read_weights,
+    write_header,
     write_index,
     write_renamed,
 )
@@ -125,7 +123,7 @@ def read_vision_tower(folder: Path) -> Part:
         if not isinstance(config, dict):
             raise InputError(f"{folder / 'config.json'} has no vision_config. Download the vision tower again.")
     config = _complete(config, "dinov2" if family == "dinov2" else f"{family}_vision_model", folder)
-    stored = _read_safetensors(folder)
+    stored = read_weights(folder).tensors
     for prefix in ("vision_model.", "dinov2."):
         if any(name.startswith(prefix) for name in stored):
             stored = {name.removeprefix(prefix): tensor for name, tensor in stored.items() if name.startswith(prefix)}
@@ -142,7 +140,7 @@ def read_language_model(folder: Path) -> Part:
     """The causal language model in `folder`, under the names of a published LLaVA."""
     config = load_config(folder)
     kind = config["model_type"]
-    stored = _read_safetensors(folder)
+    stored = read_weights(folder).tensors
     tensors = {
         f"language_model.{name}": tensor
         for name, tensor in stored.items()
@@ -174,15 +172,14 @@ def _complete(config: dict[str, Any], kind: str, folder: Path) -> dict[str, Any]
     """The sub-config for LLaVA's config.json: what the source wrote, and the defaults that LLaVA or 4.57 must see."""
     quantization = config.get("quantization_config") or config.get("compression_config")
     if quantization:
-        raise InputError(
-            f"{folder} is quantised ({quantization.get('quant_method', 'unknown method')}). Use the model before that."
-        )
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        raise InputError(f"{folder} is quantised ({method or 'unknown method'}). Use the model before that.")
     config = {key: value for key, value in config.items() if key not in UNWANTED_FIELDS}
     try:
         known = AutoConfig.for_model(kind, **deepcopy(config)).to_dict()
     except Exception as error:  # remote code, unknown types, values that the class refuses
         raise InputError(
-            f"transformers cannot read {folder / 'config.json'} ({type(error).__name__}: {error})."
+            f"transformers cannot read {folder / 'config.json'} ({type(error).__name__}: {first_line(error)})."
         ) from None
     config = {"model_type": kind, **config}
     for key in ("hidden_size", "patch_size", "image_size", "vocab_size", "initializer_range"):
@@ -191,17 +188,6 @@ def _complete(config: dict[str, Any], kind: str, folder: Path) -> dict[str, Any]
     if "vocab_size" in config:
         config["tie_word_embeddings"] = bool(known.get("tie_word_embeddings"))
     return with_rope_theta(config)
-
-
-def _read_safetensors(folder: Path) -> dict[str, StoredTensor]:
-    if not ((folder / SINGLE_FILE).is_file() or (folder / INDEX_FILE).is_file()):
-        pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
-        if pickled:
-            raise InputError(
-                f"The weights in {folder} are pickled ({pickled[0]}), but safetensors was expected. Load the model "
-                "with transformers and save it with save_pretrained, or use a revision that has safetensors."
-            )
-    return read_weights(folder).tensors
 
 
 def _count_patches(folder: Path, image_processor: dict[str, Any], vision: dict[str, Any]) -> int:
@@ -282,14 +268,10 @@ def _write_padded(file: Path, tensor: StoredTensor, rows: int) -> StoredTensor:
             total += table[start : start + 4096].double().sum(0)
     mean = (total / vocabulary).to(DTYPES[tensor.dtype])
     tail = mean.view(torch.uint8).numpy().tobytes() * (rows - vocabulary)
-    nbytes = tensor.nbytes + len(tail)
-    header = {"padded": {"dtype": tensor.dtype, "shape": [rows, dim], "data_offsets": [0, nbytes]}}
-    encoded = json.dumps(header).encode()
-    with file.open("wb") as out, tensor.file.open("rb") as source:
-        out.write(struct.pack("<Q", len(encoded)) + encoded)
-        source.seek(tensor.offset)
-        for start in range(0, tensor.nbytes, BLOCK):
-            out.write(source.read(min(BLOCK, tensor.nbytes - start)))
+    padded = replace(tensor, shape=(rows, dim), nbytes=tensor.nbytes + len(tail))
+    with file.open("wb") as out:
+        write_header(out, [("padded", padded)])
+        copy_bytes(tensor, out)
         out.write(tail)
     return read_header(file)[0]
 

@@ -25,11 +25,22 @@ def check_target_norm(target_norm: float | None) -> None:
         )
 
 
+def check_gain(target_norm: float, hidden_size: int) -> None:
+    """Raise InputError unless the gain T / sqrt(D) is a normal number in float32, in which it is stored."""
+    gain, limits = target_norm / math.sqrt(hidden_size), torch.finfo(torch.float32)
+    if not limits.tiny <= gain <= limits.max:
+        raise InputError(
+            f"The target norm {target_norm:g} makes a gain of {gain:g} on each of {hidden_size} channels, but float32 "
+            f"holds {limits.tiny:g} to {limits.max:g}. Pass the norm of text tokens as --target, often near 1."
+        )
+
+
 def measure_table(table: StoredTensor, vocab_size: int, hidden_size: int, eps: float = EPS) -> dict[str, Any]:
     """Norm statistics of the rows of a text embedding table [vocab_size, hidden_size], and the table's sha256.
 
-    `mean` is T. Rows with ||w||_2 <= eps are left out. The table is read in chunks of rows; sums are float64.
-    InputError for a table that has another shape, is quantised, or has NaN, inf or zeros only.
+    `mean` is T. Rows with ||w||_2 <= eps are left out; if that leaves none, the statistics are None. The table is
+    read in chunks of rows; sums are float64. InputError for a table that has another shape, is quantised, or has NaN
+    or inf.
     """
     where = f"The text embedding table {table.name} in {table.file}"
     if table.shape != (vocab_size, hidden_size):
@@ -46,10 +57,7 @@ def measure_table(table: StoredTensor, vocab_size: int, hidden_size: int, eps: f
             f"{where} has NaN or inf in {bad} of {len(norms)} rows. Download or train the checkpoint again."
         )
     used = norms[norms > eps]
-    if not len(used):
-        raise InputError(
-            f"{where} is all zero (no row has a norm above {eps}), so it gives no target norm. Pass --target."
-        )
+    measured = len(used) > 0
     return {
         "tensor": table.name,
         "dtype": table.dtype,
@@ -57,10 +65,10 @@ def measure_table(table: StoredTensor, vocab_size: int, hidden_size: int, eps: f
         "rows_used": len(used),
         "rows_left_out": len(norms) - len(used),
         "eps": eps,
-        "mean": used.mean().item(),
-        "std": used.std(correction=0).item(),
-        "median": used.quantile(0.5).item(),
-        "quantiles": {str(q): used.quantile(q).item() for q in QUANTILES},
+        "mean": used.mean().item() if measured else None,
+        "std": used.std(correction=0).item() if measured else None,
+        "median": used.quantile(0.5).item() if measured else None,
+        "quantiles": {str(q): used.quantile(q).item() if measured else None for q in QUANTILES},
         "sha256": digest,
     }
 

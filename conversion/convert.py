@@ -9,19 +9,20 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from llava_norm_align.common.errors import CheckFailed, InputError
 from llava_norm_align.common.folders import check_target, new_folder
 from llava_norm_align.common.images import open_image
-from llava_norm_align.common.loading import resolve_model
+from llava_norm_align.common.loading import first_line, load_processor, resolve_model
 from llava_norm_align.common.results import FOLDER, provenance, write_json
 from llava_norm_align.common.weights import SINGLE_FILE, write_index
 from llava_norm_align.configuration.configuration_llava_norm_align import AUTO_MAP, NORM_ALIGN_TYPES
-from llava_norm_align.conversion.calibration import check_target_norm, measure_table
+from llava_norm_align.conversion.calibration import check_gain, check_target_norm, measure_table
 from llava_norm_align.conversion.embedding_scale import measure_embedding_scale
 from llava_norm_align.conversion.files import copy_small_files, copy_with_digests
 from llava_norm_align.conversion.processor_fields import (
+    check_processor_files,
     complete_processor_files,
     count_additional_tokens,
     make_tokenizer_portable,
@@ -54,7 +55,7 @@ def convert(
     "layer_norm" (the paper), "rms_norm", "scale" (one factor, measured on `images`) or "none". `target_norm`: the L2
     norm T that visual tokens start with; None measures the mean norm of the text embeddings. `bias` and
     `gradient_compensation` belong to the two learned types. `images` default to scikit-image's photos. `report`
-    compares both models on the images; None means: below 4 GB of weights, if there are a processor and images.
+    compares both models on the images; None means: below 4 GB of weights, if images and the processor load.
     InputError for bad input, CheckFailed if the result does not hold what it must; both leave no folder behind.
     """
     started = time.perf_counter()
@@ -66,25 +67,32 @@ def convert(
         open_image(path)
     check_target(target, overwrite)
     stock = read_source(resolve_model(source, revision))
+    check_processor_files(stock.folder)
     _check_space(target, stock)
+    needs_processor = bool(report) or norm_type == "scale"
     report, why_no_report = _plan_report(stock, images, report)
     images = images or (sample_photos() if report or norm_type == "scale" else [])
 
     calibration = _calibrate(stock, target_norm)
-    fields: dict[str, Any] = {
-        "norm_align_type": norm_type,
-        "norm_align_bias": bias,
-        "norm_align_gradient_compensation": gradient_compensation,
-        "norm_align_target": calibration["target_norm"],
-    }
+    fields = {"norm_align_type": norm_type, "norm_align_target": calibration["target_norm"]}
+    if norm_type in LEARNED:
+        fields |= {"norm_align_bias": bias, "norm_align_gradient_compensation": gradient_compensation}
+    elif norm_type == "none":
+        fields["norm_align_target"] = None
     seconds = {"calibrate": time.perf_counter() - started}
 
     with new_folder(target, overwrite, (stock.folder,)) as folder:
         notes = _write_small_files(folder, stock)
+        _write_config(folder, stock, {"norm_align_type": "none"})  # the processor's classes ask for the model's type
+        problem = _processor_problem(folder, stock) if report or needs_processor else None
+        if problem and needs_processor:
+            raise InputError(f"{problem.rstrip('.')}. A report and --norm scale need one; repair it.")
+        if problem:
+            report, why_no_report = False, [f"no report: {problem}"]
         job = {"source": str(stock.folder), "target": str(folder), "images": list(map(str, images))}
         if norm_type == "scale":
             calibration |= run_in_fresh_process({"task": "projector_norm", **job})
-            fields["norm_align_scale"] = calibration["target_norm"] / calibration["projector_norm"]
+            fields["norm_align_scale"] = _scale(calibration["target_norm"], calibration["projector_norm"])
         notes += _write_config(folder, stock, fields)
         copies, norm_file = _lay_out_weights(folder, stock, fields)
         tensors = _check_source_fits(folder, stock)
@@ -165,6 +173,11 @@ def _calibrate(stock: Source, target_norm: float | None) -> dict[str, Any]:
     """T and where it came from. InputError for a language model that scales its embeddings, unless T is given."""
     text_config = stock.config.text_config
     table = measure_table(stock.table, text_config.vocab_size, text_config.hidden_size)
+    if target_norm is None and table["mean"] is None:
+        raise InputError(
+            f"The text embedding table {stock.table.name} in {stock.table.file} is all zero (no row has a norm above "
+            f"{table['eps']}), so it gives no target norm. Pass --target."
+        )
     with quiet_transformers():
         scale = measure_embedding_scale(text_config)
     if target_norm is None and (scale is None or not scale.is_one):
@@ -182,12 +195,34 @@ def _calibrate(stock: Source, target_norm: float | None) -> dict[str, Any]:
             f"The language model of {stock.folder} ({text_config.model_type}) changes embeddings after the table: "
             f"{found}. The table's mean norm, {table['mean']:.6g}, is therefore not a target on its own; {advice}"
         )
+    target = float(target_norm) if target_norm is not None else table["mean"]
+    check_gain(target, text_config.hidden_size)
     return {
-        "target_norm": float(target_norm) if target_norm is not None else table["mean"],
+        "target_norm": target,
         "target_from": "table" if target_norm is None else "given",
         "table": table,
         "embedding_scale": None if scale is None else {"text": scale.text, "image": scale.image},
     }
+
+
+def _processor_problem(folder: Path, stock: Source) -> str | None:
+    """Why the processor of the new folder, which is the source's, cannot be loaded; None if it can."""
+    try:
+        with quiet_transformers():
+            load_processor(folder)
+    except InputError as error:
+        return str(error).replace(str(folder), str(stock.folder))
+    return None
+
+
+def _scale(target_norm: float, projector_norm: float) -> float:
+    scale = target_norm / projector_norm if projector_norm else math.inf
+    if not (math.isfinite(scale) and scale > 0):
+        raise InputError(
+            f"The projector's output has the mean norm {projector_norm:g}, which no factor brings to {target_norm:g}. "
+            "Use a trained checkpoint, or another --norm."
+        )
+    return scale
 
 
 def _write_small_files(folder: Path, stock: Source) -> list[str]:
@@ -238,7 +273,7 @@ def _lay_out_weights(folder: Path, stock: Source, fields: dict[str, Any]) -> tup
         (folder / name).symlink_to(file.resolve())
     norm_file = folder / names[-1] if norm else None
     if norm:
-        save_file(norm, norm_file, metadata={"format": "pt"})
+        norm_file.write_bytes(save(norm, metadata={"format": "pt"}))  # save_file would give it mode 0600
     if total > 1:
         write_index(folder, [folder / name for name in names])
     return copies, norm_file
@@ -264,3 +299,8 @@ def _check_source_fits(folder: Path, stock: Source) -> int:
     except RuntimeError as error:
         reason = str(error).replace(str(folder), str(stock.folder))
         raise InputError(f"The weights and config.json of {stock.folder} do not belong together. {reason}") from error
+    except Exception as error:  # whatever a class raises for values that it was not made for
+        raise InputError(
+            f"transformers {transformers.__version__} cannot build the model of {stock.folder / 'config.json'} "
+            f"({type(error).__name__}: {first_line(error)}). Correct that value, or download the model again."
+        ) from error

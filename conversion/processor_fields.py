@@ -7,12 +7,22 @@ from typing import Any
 import torch
 from transformers import AutoModel, PretrainedConfig
 
+from llava_norm_align.common.errors import InputError
 from llava_norm_align.common.results import write_json
 from llava_norm_align.common.weights import read_json
 
 PROCESSOR_FILE = "processor_config.json"
 IMAGE_PROCESSOR_FILE = "preprocessor_config.json"
 TOKENIZER_FILE = "tokenizer_config.json"
+JSON_FILES = (
+    PROCESSOR_FILE,
+    IMAGE_PROCESSOR_FILE,
+    TOKENIZER_FILE,
+    "tokenizer.json",
+    "special_tokens_map.json",
+    "chat_template.json",
+    "generation_config.json",
+)
 
 
 def count_additional_tokens(vision_config: PretrainedConfig) -> int | None:
@@ -47,6 +57,28 @@ def processor_fields(config: PretrainedConfig) -> dict[str, Any]:
             "num_additional_image_tokens": additional,
         }
     return fields
+
+
+def check_processor_files(folder: Path) -> None:
+    """InputError if a JSON file of the processor or tokenizer in `folder` is broken; none of them must exist."""
+    for path in (folder / name for name in JSON_FILES):
+        content = read_json(path, "a part of the processor") if path.is_file() else {}
+        if path.name in (PROCESSOR_FILE, IMAGE_PROCESSOR_FILE):
+            nested = content.get("image_processor") or {}
+            if not isinstance(nested, dict):
+                raise InputError(f"image_processor in {path} is {json.dumps(nested)[:80]}; an object was expected.")
+            check_size(path, content.get("size"))
+            check_size(path, nested.get("size"))
+
+
+def check_size(path: Path, size: Any) -> None:
+    """InputError unless the image processor in `path` has a size that transformers can read, or none."""
+    values = size.values() if isinstance(size, dict) else [size]
+    if not all(value is None or isinstance(value, int) for value in values):
+        raise InputError(
+            f"The image processor in {path} has the size {json.dumps(size)[:80]}, but a number or an object such as "
+            '{"height": 336, "width": 336} was expected. Correct it or download the file again.'
+        )
 
 
 def complete_processor_files(folder: Path, config: PretrainedConfig) -> list[str]:

@@ -8,12 +8,14 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from llava_norm_align.common.errors import InputError
+from llava_norm_align.common.loading import first_line
 from llava_norm_align.common.results import write_json
 from llava_norm_align.common.weights import read_json
 from llava_norm_align.conversion.processor_fields import (
     IMAGE_PROCESSOR_FILE,
     PROCESSOR_FILE,
     TOKENIZER_FILE,
+    check_size,
     make_tokenizer_portable,
 )
 
@@ -21,26 +23,34 @@ IMAGE_TOKEN = "<image>"
 OTHER_TOKENIZER_FILES = ("tokenizer.model", "vocab.json", "merges.txt")
 CLIP_MEAN, CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 
-# A language model's own template joins strings; LLaVA's messages hold lists of parts. This makes strings of the lists:
-# the images of a message first, each on a line of its own, then its text, as in LLaVA-1.5.
-FLATTEN_PARTS = """\
-{%- set flat = namespace(messages=[]) -%}
-{%- for message in messages -%}
-{%- set text = namespace(value='') -%}
-{%- if message['content'] is string or message['content'] is none or message['content'] is not defined -%}
-{%- set text.value = message['content'] -%}
-{%- else -%}
+# Of a message's parts: the images first, each on a line of its own, then its text, as in LLaVA-1.5.
+JOIN_PARTS = """\
 {%- for part in message['content'] if part['type'] == 'image' -%}
 {%- set text.value = text.value + '<image>\\n' -%}
 {%- endfor -%}
 {%- for part in message['content'] if part['type'] == 'text' -%}
 {%- set text.value = text.value + part['text'] -%}
 {%- endfor -%}
+"""
+
+# A language model's own template joins strings; LLaVA's messages hold lists of parts. This makes strings of the lists.
+FLATTEN_PARTS = (
+    """\
+{%- set flat = namespace(messages=[]) -%}
+{%- for message in messages -%}
+{%- set text = namespace(value='') -%}
+{%- if message['content'] is string or message['content'] is none or message['content'] is not defined -%}
+{%- set text.value = message['content'] -%}
+{%- else -%}
+"""
+    + JOIN_PARTS
+    + """\
 {%- endif -%}
 {%- set flat.messages = flat.messages + [dict(message, content=text.value)] -%}
 {%- endfor -%}
 {%- set messages = flat.messages -%}
 """
+)
 
 # LLaVA-1.5's vicuna prompt, without the system sentence, as in llava-hf/llava-1.5-7b-hf.
 VICUNA_TEMPLATE = """\
@@ -97,8 +107,8 @@ def _convert_slow_tokenizer(source: Path, scratch: Path) -> Path:
         tokenizer.save_pretrained(scratch)
     except Exception as error:  # every tokenizer class has its own way to fail on missing files
         raise InputError(
-            f"There is no tokenizer in {source} that transformers can read ({type(error).__name__}: {error}): "
-            "tokenizer.json was expected beside the language model's weights. Download the model again."
+            f"There is no tokenizer in {source} that transformers can read ({type(error).__name__}: "
+            f"{first_line(error)}): tokenizer.json was expected beside the model's weights. Download it again."
         ) from None
     if not (scratch / "tokenizer.json").is_file():
         raise InputError(
@@ -146,6 +156,7 @@ def image_processor_config(source: Path, family: str) -> dict[str, Any]:
         raise InputError(
             f"The image processor's configuration in {source} has no size. Download the vision tower again."
         )
+    check_size(source / IMAGE_PROCESSOR_FILE, found["size"])
     size = found["size"]
     side = size if isinstance(size, int) else size.get("shortest_edge", size.get("height"))
     crop = found.get("crop_size") or side

@@ -1,6 +1,7 @@
 """What the inserted norm does to a model before any training: source against target, on sample images.
 
-Runs as a process of its own, `python -m llava_norm_align.conversion.report JOB`, with a JSON object in and out.
+Runs as a process of its own, `python -m llava_norm_align.conversion.report`: a line of JSON on standard input and one
+on standard output. It ends with its parent, which keeps the input open.
 """
 
 import gc
@@ -9,11 +10,15 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import tempfile
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
+from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedModel, ProcessorMixin
 
 from llava_norm_align.common.errors import CheckFailed, InputError, missing_extra
@@ -47,23 +52,39 @@ def sample_photos() -> list[Path]:
 def run_in_fresh_process(job: dict[str, Any]) -> dict[str, Any]:
     """The result of `run_job(job)` in a new Python, which knows of the models only what lies in their folders."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command = [sys.executable, "-P", "-m", "llava_norm_align.conversion.report", json.dumps(job)]
-    process = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    if process.returncode != 0:
-        last = process.stderr.strip().splitlines()[-1:] or ["no message"]
-        raise CheckFailed(
-            f"The {job['task']} process ended with code {process.returncode}: {last[0]} "
-            "A negative code is a signal; -9 is mostly a lack of memory, then pass --no-report."
-        )
-    return json.loads(process.stdout.splitlines()[-1])
+    command = [sys.executable, "-P", "-m", "llava_norm_align.conversion.report"]
+    with (
+        tempfile.TemporaryFile("w+", errors="replace") as errors,
+        os.fdopen(os.dup(2), "w") as bars,  # standard error of this process; the child's own is kept for its message
+        subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            pass_fds=[bars.fileno()],
+            bufsize=0,
+        ) as process,
+    ):
+        with suppress(BrokenPipeError):  # it ended before it read the job
+            process.stdin.write(json.dumps({**job, "bars": bars.fileno()}).encode() + b"\n")
+        output = process.stdout.read()
+        code = process.wait()
+        errors.seek(0)
+        last = (errors.read().strip().splitlines() or ["no message"])[-1]
+    if code != 0:
+        hint = " A negative code is a signal; -9 is mostly a lack of memory." if code < 0 else ""
+        hint += " Pass --no-report to convert without it." if job["task"] == "report" else ""
+        raise CheckFailed(f"The {job['task']} process ended with code {code}: {last.rstrip('.')}.{hint}")
+    return json.loads(output.splitlines()[-1])
 
 
-def run_job(job: dict[str, Any]) -> dict[str, Any]:
+def run_job(job: dict[str, Any], bars: TextIO | None = None) -> dict[str, Any]:
     """The task "report" (see compare_models) or "projector_norm" (see there)."""
     source, target, images = Path(job["source"]), Path(job["target"]), [Path(path) for path in job["images"]]
     if job["task"] == "projector_norm":
         return {"projector_norm": projector_norm(source, load_processor(target), images)}
-    return compare_models(source, target, images)
+    return compare_models(source, target, images, bars)
 
 
 @torch.no_grad()
@@ -79,7 +100,7 @@ def projector_norm(source: Path, processor: ProcessorMixin, images: Sequence[Pat
 
 
 @torch.no_grad()
-def compare_models(source: Path, target: Path, images: Sequence[Path]) -> dict[str, Any]:
+def compare_models(source: Path, target: Path, images: Sequence[Path], bars: TextIO | None = None) -> dict[str, Any]:
     """Compare a stock LLaVA with its converted folder; one model is in memory at a time.
 
     text_logits_equal: whether the logits of all positions of the text-only prompts are bit-equal.
@@ -87,18 +108,20 @@ def compare_models(source: Path, target: Path, images: Sequence[Path]) -> dict[s
     kl_nats: mean over image prompts of KL(source || target) of the next token at the end of the prompt.
     top1_agreement: the share of answer positions at which both put the same token first, when both read the source's
     own greedy answer of up to 16 tokens (teacher forcing); positions of all prompts weigh the same. The answer holds
-    no image placeholder.
+    no image placeholder. `bars`: where progress bars go, if that is a terminal; None for standard error.
     """
     processor = load_processor(target)  # the source's may lack the fields that count image tokens
     model = load_stock(source)
     texts = text_prompts(model, processor)
     prompts = list(image_prompts(model, processor, images, QUESTIONS))
-    answers = [greedy_answer(model, inputs) for inputs in prompts]
-    before = observe(model, texts, prompts, answers)
+    answers = [
+        greedy_answer(model, inputs) for inputs in tqdm(prompts, desc="report: answers", file=bars, disable=None)
+    ]
+    before = observe(model, texts, tqdm(prompts, desc="report: source", file=bars, disable=None), answers)
     del model
     gc.collect()
     model = to_device(LlavaNormAlignForConditionalGeneration.from_pretrained(target, dtype="auto"))
-    after = observe(model, texts, prompts, answers)
+    after = observe(model, texts, tqdm(prompts, desc="report: target", file=bars, disable=None), answers)
 
     kl = [
         torch.nn.functional.kl_div(new, old, log_target=True, reduction="sum").item()
@@ -168,7 +191,7 @@ def greedy_answer(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> to
 def observe(
     model: PreTrainedModel,
     texts: Sequence[dict[str, torch.Tensor]],
-    prompts: Sequence[dict[str, torch.Tensor]],
+    prompts: Iterable[dict[str, torch.Tensor]],
     answers: Sequence[torch.Tensor],
 ) -> dict[str, Any]:
     """Text-only logits, mean norms at layer 0, and per prompt the next token's log probabilities [vocabulary] and the
@@ -195,8 +218,16 @@ def observe(
     }
 
 
+def exit_with_parent() -> None:
+    """Wait until nobody holds the other end of standard input, then end this process."""
+    os.read(0, 1)
+    os._exit(1)
+
+
 if __name__ == "__main__":
+    job = json.loads(sys.stdin.readline())
+    threading.Thread(target=exit_with_parent, daemon=True).start()
     try:
-        print(json.dumps(run_job(json.loads(sys.argv[1]))))
+        print(json.dumps(run_job(job, os.fdopen(job["bars"], "w"))))
     except InputError as error:
         sys.exit(str(error))

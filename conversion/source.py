@@ -1,5 +1,6 @@
 """The stock LLaVA checkpoint that is converted, read and checked without loading a tensor."""
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +11,8 @@ from transformers import PretrainedConfig
 
 import llava_norm_align
 from llava_norm_align.common.errors import InputError
-from llava_norm_align.common.loading import load_config
-from llava_norm_align.common.weights import BLOCK, INDEX_FILE, SINGLE_FILE, StoredTensor, StoredWeights, read_weights
+from llava_norm_align.common.loading import first_line, load_config
+from llava_norm_align.common.weights import BLOCK, StoredTensor, StoredWeights, read_weights
 from llava_norm_align.configuration import LlavaNormAlignConfig
 
 # old layout: language_model.model.* and vision_tower.*; new layout: model.language_model.* and model.vision_tower.*
@@ -45,7 +46,8 @@ def read_source(folder: Path) -> Source:
     raw_config = load_config(folder)
     _check_kind(folder, raw_config)
     config = _parse_config(folder, raw_config)
-    weights = _read_safetensors(folder)
+    _check_feature_layer(folder, config)
+    weights = read_weights(folder)
     _check_not_quantised(folder, raw_config, weights)
     table = _find(
         weights, TABLE_NAME, folder, "text embedding table (such as language_model.model.embed_tokens.weight)"
@@ -110,6 +112,12 @@ def _check_kind(folder: Path, config: dict[str, Any]) -> None:
             f"{folder} holds a PEFT adapter beside the model. Merge the adapter first, then convert the result."
         )
     if kind == "llava" and ("text_config" in config and "vision_config" in config):
+        for name in ("text_config", "vision_config"):
+            if not isinstance(config[name], dict):
+                raise InputError(
+                    f"{name} in {folder / 'config.json'} is {json.dumps(config[name])[:80]}, but an object was "
+                    "expected: the configuration of that part. Download the model again."
+                )
         return
     if kind == "llava":
         raise InputError(
@@ -117,7 +125,8 @@ def _check_kind(folder: Path, config: dict[str, Any]) -> None:
             "repository's layout; the transformers layout was expected. Use a llava-hf checkpoint, such as "
             "llava-hf/llava-1.5-7b-hf."
         )
-    classes = ", ".join(map(str, config.get("architectures") or ["no architectures named"]))
+    names = config.get("architectures")
+    classes = ", ".join(map(str, names)) if names and isinstance(names, list) else "no architectures named"
     if kind.startswith("llava") or kind in ("vipllava", "video_llava"):
         raise InputError(
             f"{folder} is a {kind} model ({classes}), a relative of LLaVA that is not supported yet: version "
@@ -136,25 +145,28 @@ def _parse_config(folder: Path, raw_config: dict[str, Any]) -> PretrainedConfig:
     except Exception as error:  # config classes raise whatever their fields lead to; in 5 also validation errors
         raise InputError(
             f"transformers {transformers.__version__} cannot read {folder / 'config.json'} as a LLaVA "
-            f"({type(error).__name__}: {error}). Check text_config and vision_config, or install a newer transformers."
+            f"({type(error).__name__}: {first_line(error)}). Check text_config and vision_config, or install a newer "
+            "transformers."
         ) from error
 
 
-def _read_safetensors(folder: Path) -> StoredWeights:
-    has_safetensors = (folder / SINGLE_FILE).is_file() or (folder / INDEX_FILE).is_file()
-    pickled = sorted(path.name for path in folder.glob("*.bin") if path.name.startswith("pytorch_model"))
-    if pickled and not has_safetensors:
-        raise InputError(
-            f"The weights in {folder} are pickled ({pickled[0]}); safetensors were expected. Save it as safetensors "
-            "first: load the model with transformers and call save_pretrained."
-        )
-    return read_weights(folder)
+def _check_feature_layer(folder: Path, config: PretrainedConfig) -> None:
+    """The hidden states that LLaVA takes must be among those of the tower: its input and one after each layer."""
+    layers = getattr(config.vision_config, "num_hidden_layers", None)
+    chosen = config.vision_feature_layer
+    for layer in chosen if isinstance(chosen, (list, tuple)) else [chosen]:
+        if layers is not None and not (isinstance(layer, int) and -layers - 1 <= layer <= layers):
+            raise InputError(
+                f"vision_feature_layer in {folder / 'config.json'} is {chosen!r}, but the vision tower has {layers} "
+                f"layers: whole numbers from {-layers - 1} to {layers} were expected. Correct it or download it again."
+            )
 
 
 def _check_not_quantised(folder: Path, raw_config: dict[str, Any], weights: StoredWeights) -> None:
     for part in (raw_config, raw_config["text_config"], raw_config["vision_config"]):
         if isinstance(part, dict) and part.get("quantization_config"):
-            method = part["quantization_config"].get("quant_method", "unknown method")
+            settings = part["quantization_config"]
+            method = settings.get("quant_method", "unknown method") if isinstance(settings, dict) else settings
             found = f"config.json has a quantization_config ({method})"
             break
     else:

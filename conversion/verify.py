@@ -54,7 +54,7 @@ def check_copies(folder: Path, digests: dict[str, str]) -> None:
 
 
 def check_norm(file: Path, prefix: str, hidden_size: int, bias: bool) -> dict[str, Any]:
-    """The stored norm's names, shapes and dtypes; CheckFailed unless it is complete, finite and in fp32."""
+    """The stored norm's names, shapes and dtypes; CheckFailed unless it is complete, in fp32, finite, with a gain."""
     tensors = load_file(file)
     expected = {f"{prefix}align_norm.weight"} | ({f"{prefix}align_norm.bias"} if bias else set())
     for name in sorted(expected | set(tensors)):
@@ -69,4 +69,6 @@ def check_norm(file: Path, prefix: str, hidden_size: int, bias: bool) -> dict[st
             raise CheckFailed(
                 f"The norm's tensor {name} is missing, not finite, or not fp32 [{hidden_size}] in {file.name}."
             )
+    if not tensors[f"{prefix}align_norm.weight"].any():
+        raise CheckFailed(f"The norm's tensor {prefix}align_norm.weight is all zero in {file.name}.")
     return {name: {"dtype": "F32", "shape": list(tensor.shape)} for name, tensor in sorted(tensors.items())}

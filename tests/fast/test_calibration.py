@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, LlavaForConditionalGeneration
 
 from llava_norm_align.common.errors import InputError
 from llava_norm_align.common.weights import read_header
 from llava_norm_align.conversion import calibration
-from llava_norm_align.conversion.calibration import check_target_norm, measure_table
+from llava_norm_align.conversion.calibration import check_gain, check_target_norm, measure_table
 from llava_norm_align.conversion.convert import convert
 from llava_norm_align.conversion.embedding_scale import measure_embedding_scale
 from llava_norm_align.diagnosis.norms import layer0_norms
@@ -76,7 +76,6 @@ def spoiled(value):
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        (torch.zeros(ROWS, WIDTH), "all zero"),
         (spoiled(math.nan), "NaN or inf in 1 of 50 rows"),
         (spoiled(math.inf), "NaN or inf in 1 of 50 rows"),
         (torch.ones(ROWS + 1, WIDTH), r"shape \[51, 6\].*vocab_size 50 and hidden_size 6"),
@@ -89,6 +88,38 @@ def spoiled(value):
 def test_a_table_that_gives_no_target_is_refused(tmp_path, table, message):
     with pytest.raises(InputError, match=message):
         measure_table(store(tmp_path, table), ROWS, WIDTH)
+
+
+def test_a_table_of_zeros_has_no_statistics(tmp_path):
+    found = measure_table(store(tmp_path, torch.zeros(ROWS, WIDTH)), ROWS, WIDTH)
+    assert (found["rows_used"], found["rows_left_out"], found["mean"], found["std"]) == (0, ROWS, None, None)
+    json.dumps(found, allow_nan=False)
+
+
+def test_a_table_of_zeros_is_no_obstacle_for_a_given_target(tmp_path):
+    source = tiny_llava(tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    tensors["language_model.model.embed_tokens.weight"].zero_()
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    summary = convert(str(source), tmp_path / "target", report=False, target_norm=2.0)
+    stored = json.loads((tmp_path / "target" / "norm_align" / "calibration.json").read_text())
+    assert stored["target_norm"] == 2.0 and stored["target_from"] == "given"
+    assert stored["table"]["mean"] is None and stored["table"]["rows_used"] == 0
+    assert summary["norm"]["norm_align_target"] == 2.0
+
+
+@pytest.mark.parametrize("target_norm", [1e300, 1e-300, 1e-38, 2e39])
+def test_a_target_whose_gain_is_no_normal_float32_is_refused(tmp_path, target_norm):
+    with pytest.raises(InputError, match="target norm .* gain of"):
+        check_gain(target_norm, HIDDEN)
+    with pytest.raises(InputError, match="target norm .* gain of"):
+        convert(str(tiny_llava(tmp_path / "source")), tmp_path / "target", report=False, target_norm=target_norm)
+    assert not (tmp_path / "target").exists()
+
+
+@pytest.mark.parametrize("target_norm", [1e-37, 1.0, 1e39])
+def test_a_target_whose_gain_is_a_normal_float32_is_taken(target_norm):
+    check_gain(target_norm, HIDDEN)
 
 
 @pytest.mark.parametrize("value", [0, 0.0, -1.0, math.nan, math.inf, -math.inf, True, "1.0"])

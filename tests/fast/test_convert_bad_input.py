@@ -2,13 +2,16 @@
 
 import json
 import math
+import os
 import struct
 
 import pytest
 import torch
+from huggingface_hub.errors import RevisionNotFoundError
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from llava_norm_align.common import loading
 from llava_norm_align.common.errors import InputError
 from llava_norm_align.conversion import convert as conversion
 from llava_norm_align.conversion.convert import convert
@@ -23,6 +26,11 @@ def change_config(folder, **fields):
     for name, value in fields.items():
         content.pop(name) if value is None else content.update({name: value})
     write_json(folder / "config.json", content)
+
+
+def set_config(folder, **fields):
+    """As change_config, but None becomes null."""
+    write_json(folder / "config.json", json.loads((folder / "config.json").read_text()) | fields)
 
 
 def change_text_config(folder, **fields):
@@ -67,6 +75,12 @@ def lie(folder):
 
 def lose_shard(folder):
     (folder / "model-00002-of-00002.safetensors").unlink()
+
+
+def number_shard(folder):
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    index["weight_map"][TABLE] = 5
+    write_json(folder / "model.safetensors.index.json", index)
 
 
 def misplace(folder):
@@ -145,6 +159,44 @@ CASES = {
         lambda f: change_tensors(f, **{"language_model.model.norm.weight": torch.ones(HIDDEN + 1)}),
         "do not belong together",
     ),
+    "hidden_size a string": (lambda f: change_text_config(f, hidden_size="32"), "hidden_size"),
+    "text_config null": (lambda f: set_config(f, text_config=None), "text_config in .*config.json is null"),
+    "vision_config a name": (lambda f: set_config(f, vision_config="clip"), 'vision_config in .* is "clip"'),
+    "unknown activation": (
+        lambda f: change_config(f, projector_hidden_act="nope"),
+        r"cannot build the model of \S+source/config.json \(KeyError: 'nope'\)",
+    ),
+    "architectures a number": (
+        lambda f: change_config(f, model_type="bert", architectures=5),
+        r"model_type bert \(no architectures named\)",
+    ),
+    "layer outside of the tower": (
+        lambda f: change_config(f, vision_feature_layer=-99),
+        "vision_feature_layer in .* is -99, but the vision tower has 2 layers: whole numbers from -3 to 2",
+    ),
+    "one layer of several outside": (lambda f: change_config(f, vision_feature_layer=[-2, 3]), r"is \[-2, 3\], but"),
+    "config nested too deeply": (lambda f: (f / "config.json").write_text("[" * 200_000), "config.json is broken"),
+    "text_config quantised": (
+        lambda f: change_text_config(f, quantization_config={"quant_method": "gptq"}),
+        r"quantised: config.json has a quantization_config \(gptq\)",
+    ),
+    "image size a list": (
+        lambda f: write_json(f / "preprocessor_config.json", {"size": [28, 28]}),
+        r"source/preprocessor_config.json has the size \[28, 28\], but a number or an object",
+    ),
+    "nested image processor a list": (
+        lambda f: write_json(f / "processor_config.json", {"image_processor": [1]}),
+        r"image_processor in \S+source/processor_config.json is \[1\]",
+    ),
+    "broken image processor": (
+        lambda f: (f / "preprocessor_config.json").write_text("{"),
+        "source/preprocessor_config.json is broken",
+    ),
+    "image processor a list": (
+        lambda f: (f / "preprocessor_config.json").write_text("[]"),
+        "source/preprocessor_config.json holds a JSON list",
+    ),
+    "broken tokenizer": (lambda f: (f / "tokenizer.json").write_text("{"), "source/tokenizer.json is broken"),
     "damaged tokenizer config": (
         lambda f: (f / "tokenizer_config.json").write_text("{"),
         "tokenizer_config.json is broken",
@@ -154,8 +206,9 @@ CASES = {
 
 def assert_refused(tmp_path, message, source, target=None, **options):
     before = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*"))
-    with pytest.raises(InputError, match=f"(?s){message}"):
+    with pytest.raises(InputError, match=message) as refusal:
         convert(str(source), target or tmp_path / "target", **{"report": False, **options})
+    assert "\n" not in str(refusal.value) and ".writing" not in str(refusal.value)
     assert sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*")) == before
 
 
@@ -171,6 +224,7 @@ def test_a_source_that_is_no_sound_llava_is_refused(tmp_path, case):
     ("damage", "message"),
     [
         (lose_shard, r"names 1 weight file\(s\) that are missing, such as model-00002-of-00002.safetensors"),
+        (number_shard, rf"places {TABLE} in 5, but a file name was expected"),
         (misplace, r"places 1 tensor\(s\) in a file that does not hold them, such as " + TABLE),
     ],
 )
@@ -192,6 +246,23 @@ def test_a_hub_id_without_a_connection_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     assert_refused(tmp_path, "no folder someone/some-llava, and the Hub cannot be asked", "someone/some-llava")
+
+
+def test_a_revision_that_does_not_exist_is_named(tmp_path, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise RevisionNotFoundError.__new__(RevisionNotFoundError)
+
+    monkeypatch.setattr(loading, "snapshot_download", refuse)
+    assert_refused(tmp_path, "someone/some-llava has no revision v9", "someone/some-llava", revision="v9")
+
+
+@pytest.mark.parametrize("name", ["source", "source/README.md"])
+def test_what_may_not_be_read_is_named(tmp_path, monkeypatch, name):
+    """Asked of os.access, as root may read everything."""
+    source, access = tiny_llava(tmp_path / "source"), os.access
+    (source / "README.md").write_text("card")
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path / name and access(path, mode))
+    assert_refused(tmp_path, f"You may not read .*{name}", source)
 
 
 def test_overlapping_folders_are_refused(tmp_path):
@@ -243,6 +314,26 @@ def test_a_report_needs_a_processor_and_photos(tmp_path, monkeypatch):
     )
     summary = convert(str(source), tmp_path / "b")
     assert summary["report"] is None and any("scikit-image" in note for note in summary["notes"])
+
+
+@pytest.mark.parametrize("damage", ["no tokenizer", "unknown class"])
+def test_a_report_that_was_not_asked_for_is_left_out_if_the_processor_does_not_load(tmp_path, damage):
+    source = tiny_llava(tmp_path / "source")
+    Image.new("RGB", (40, 40)).save(tmp_path / "photo.png")
+    if damage == "no tokenizer":
+        for file in source.glob("tokenizer*"):
+            file.unlink()
+    else:
+        nobodys = {"image_processor_type": "NobodysImageProcessor", "size": {"shortest_edge": 28}}
+        write_json(source / "preprocessor_config.json", nobodys)
+    options = {"images": [tmp_path / "photo.png"]}
+    message = f"{source} has no processor that can be loaded"
+    assert_refused(tmp_path, message, source, report=True, **options)
+    assert_refused(tmp_path, message, source, norm_type="scale", **options)
+    summary = convert(str(source), tmp_path / "target", **options)
+    assert summary["report"] is None
+    assert any(note.startswith(f"no report: {message}") for note in summary["notes"])
+    assert not any(".writing" in note for note in summary["notes"])
 
 
 def test_a_full_disk_is_seen_before_the_copy(tmp_path, monkeypatch):

@@ -2,6 +2,11 @@
 
 import json
 import math
+import os
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
@@ -137,8 +142,50 @@ def test_a_process_that_dies_is_one_sentence(monkeypatch, tmp_path):
     (tmp_path / "llava_norm_align" / "__init__.py").write_text(
         "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    with pytest.raises(CheckFailed, match="report process ended with code -9.*lack of memory.*--no-report"):
-        run_in_fresh_process({"task": "report"})
+    with pytest.raises(
+        CheckFailed, match=r"report process ended with code -9: .*\. A negative.*lack of memory\. Pass"
+    ):
+        run_in_fresh_process({"task": "report", "images": ["x" * 1000] * 1000})  # more than a pipe holds
+
+
+def test_a_job_may_be_longer_than_an_argument_list(tmp_path):
+    source = tiny_llava(tmp_path / "source")
+    convert(str(source), tmp_path / "target", report=False)
+    images = [str(tmp_path / f"{number}-{'x' * 200}.png") for number in range(20_000)]  # 4 MB
+    job = {"task": "projector_norm", "source": str(source), "target": str(tmp_path / "target"), "images": images}
+    with pytest.raises(CheckFailed, match="projector_norm process ended with code 1: There is no .*/0-x") as failure:
+        run_in_fresh_process(job)
+    assert "signal" not in str(failure.value) and "--no-report" not in str(failure.value)
+
+
+def test_the_process_ends_with_its_parent(tmp_path):
+    """The child waits for a writer of the FIFO that stands for the source's config.json."""
+    target = tiny_llava(tmp_path / "target")
+    (tmp_path / "source").mkdir()
+    fifo = tmp_path / "source" / "config.json"
+    os.mkfifo(fifo)
+    job = {"task": "report", "source": str(fifo.parent), "target": str(target), "images": []}
+    code = f"from llava_norm_align.conversion.report import run_in_fresh_process as run; run({job!r})"
+    parent = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while (writer := open_writer(fifo)) is None:  # until the child reads
+        assert time.monotonic() < deadline and parent.poll() is None
+        time.sleep(0.05)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    deadline = time.monotonic() + 10
+    with pytest.raises(BrokenPipeError):  # nobody reads any longer
+        while time.monotonic() < deadline:
+            os.write(writer, b" ")
+            time.sleep(0.05)
+    os.close(writer)
+
+
+def open_writer(fifo):
+    try:
+        return os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:  # no reader yet
+        return None
 
 
 def test_sample_photos_lie_in_the_wheel():
