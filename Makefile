@@ -53,7 +53,7 @@ readme: .venv/.ready
 	$(PY) docs/readme.py
 
 clean:
-	rm -rf build dist demo *.egg-info .pytest_cache .ruff_cache
+	rm -rf build dist demo out *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
 .venv/.ready: constraints/transformers-5.txt setup.cfg pyproject.toml

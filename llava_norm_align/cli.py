@@ -159,12 +159,12 @@ def describe_conversion(summary: dict[str, Any]) -> str:
         f"Text table: {table['rows_used']:,} rows of mean norm {table['mean'] or 0:.4f}; "
         f"{table['rows_left_out']:,} rows of zeros left out",
         f"Target norm T: {calibration['target_norm']:.4f} ({calibration['target_from']})",
-        f"Verified: {verified['tensors']:,} tensors, {verified['untouched']:,} of them byte for byte the source's",
+        f"Verified: {verified['untouched']:,} tensors are byte for byte the source's, and the model lacks none",
     ]
     if compared:
         before, after = (compared["layer0_norms"][model] for model in ("source", "target"))
         lines += [
-            f"Norms at layer 0: visual {before['visual']:.2f} -> {after['visual']:.2f}, text {after['text']:.2f}",
+            f"Norms at layer 0, {len(compared['images'])} images: visual {before['visual']:.2f} -> {after['visual']:.2f}, text {after['text']:.2f}",
             f"Text-only logits: bit-equal to the source's on {compared['text_prompts']} prompts",
             f"With an image: KL {compared['kl_nats']:.2f} nats from the source, {compared['image_prompts']} prompts",
         ]
@@ -186,8 +186,8 @@ def image_files(paths: list[Path]) -> list[Path]:
 @app.command()
 def ask(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder or Hub id.")],
-    image: Annotated[Path, typer.Argument(metavar="IMAGE")],
-    question: Annotated[str, typer.Argument(metavar="QUESTION")],
+    image: Annotated[Path, typer.Argument(metavar="IMAGE", help="Image file.")],
+    question: Annotated[str, typer.Argument(metavar="QUESTION", help="In quotes.")],
     baseline: Annotated[str | None, typer.Option(help="A second model that answers too: folder or Hub id.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: greedy; above: sampled.")] = 0.0,

@@ -76,7 +76,7 @@ def run(
     echo(table(ordered))
     echo("")
     echo(f"One seed, {questions} questions, {steps} steps: this shows the tool, it does not compare the methods.")
-    echo("micro-LLaVA was trained on drawings of coloured shapes alone, so what it says of a photo is a guess.")
+    echo("The projector was trained on drawings of coloured shapes alone: what it says of a photo is a guess.")
     echo(f"The models are in {target}: {CONVERTED}, {STOCK}-trained, {CONVERTED}-trained; the numbers in demo.json.")
     echo(f"Done in {time.perf_counter() - started:.0f} s. Ask one yourself:")
     echo(f'    llava-norm-align ask {target / (CONVERTED + "-trained")} {test[0].image} "{test[0].question}"')

@@ -65,7 +65,15 @@ def test_a_copy_that_differs_from_its_source_leaves_no_folder(tmp_path, monkeypa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
-def test_ctrl_c_stops_a_copy_within_a_block(tmp_path):
+@pytest.fixture
+def interrupts():
+    """Ctrl-C raises KeyboardInterrupt also where the tests run in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_stops_a_copy_within_a_block(tmp_path, interrupts):
     os.mkfifo(tmp_path / "endless")
     (tmp_path / "target").mkdir()
     written = 0
