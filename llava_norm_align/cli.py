@@ -164,7 +164,8 @@ def describe_conversion(summary: dict[str, Any]) -> str:
     if compared:
         before, after = (compared["layer0_norms"][model] for model in ("source", "target"))
         lines += [
-            f"Norms at layer 0, {len(compared['images'])} images: visual {before['visual']:.2f} -> {after['visual']:.2f}, text {after['text']:.2f}",
+            f"Norms at layer 0 on {len(compared['images'])} images: visual {before['visual']:.2f} -> "
+            f"{after['visual']:.2f}, text {after['text']:.2f}",
             f"Text-only logits: bit-equal to the source's on {compared['text_prompts']} prompts",
             f"With an image: KL {compared['kl_nats']:.2f} nats from the source, {compared['image_prompts']} prompts",
         ]
