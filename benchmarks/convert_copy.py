@@ -40,18 +40,18 @@ def write_source(folder: Path) -> None:
 
 def main() -> None:
     with tempfile.TemporaryDirectory(dir=sys.argv[1] if len(sys.argv) > 1 else None) as scratch:
-        source, target, copy = (Path(scratch) / name for name in ("source", "target", "copy"))
+        source, target, copy, written = (Path(scratch) / name for name in ("source", "target", "copy", "written"))
         write_source(source)
         files = read_weights(source).files
         size = sum(file.stat().st_size for file in files)
-        target.mkdir()
+        written.mkdir()
 
         def cp():
             shutil.rmtree(copy, ignore_errors=True)
             subprocess.run(["cp", "-r", source, copy], check=True)
 
         def write():
-            copy_with_digests({file.name: file for file in files}, target)
+            copy_with_digests({file.name: file for file in files}, written)
 
         rows = compare(write, cp, PAIRS)
         summarise("convert_write", rows, 1.1, first="copy and hash", second="cp -r", bytes=size)
