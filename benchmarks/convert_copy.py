@@ -1,4 +1,4 @@
-"""The write of a conversion (copy and hash) and the whole conversion against `cp` of the same checkpoint, as ratios.
+"""The write of a conversion (copy and hash) against `cp` of the same checkpoint, as a ratio.
 
 usage: python benchmarks/convert_copy.py [FOLDER]      FOLDER: with 6 GB free (default: the temporary folder)
 """
@@ -14,7 +14,6 @@ from paired import compare, summarise
 from safetensors.torch import load_file, save_file
 
 from llava_norm_align.common.weights import read_weights, write_index
-from llava_norm_align.conversion.convert import convert
 from llava_norm_align.conversion.files import copy_with_digests
 from llava_norm_align.conversion.micro import cached_micro
 
@@ -40,7 +39,7 @@ def write_source(folder: Path) -> None:
 
 def main() -> None:
     with tempfile.TemporaryDirectory(dir=sys.argv[1] if len(sys.argv) > 1 else None) as scratch:
-        source, target, copy, written = (Path(scratch) / name for name in ("source", "target", "copy", "written"))
+        source, copy, written = (Path(scratch) / name for name in ("source", "copy", "written"))
         write_source(source)
         files = read_weights(source).files
         size = sum(file.stat().st_size for file in files)
@@ -55,8 +54,6 @@ def main() -> None:
 
         rows = compare(write, cp, PAIRS)
         summarise("convert_write", rows, 1.1, first="copy and hash", second="cp -r", bytes=size)
-        rows = compare(lambda: convert(str(source), target, report=False, overwrite=True), cp, PAIRS)
-        summarise("convert_total", rows, 1.1, first="convert, both hashes", second="cp -r", bytes=size)
 
 
 if __name__ == "__main__":
