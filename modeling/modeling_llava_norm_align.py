@@ -1,6 +1,6 @@
 """LLaVA with a norm after the multimodal projector that gives visual tokens the L2 norm of text embeddings.
 
-Method: arXiv 2512.08374, section 4. The classes are transformers' own (models/llava/modeling_llava.py); no forward is
+Method: arXiv 2512.08374. The classes are transformers' own (models/llava/modeling_llava.py); no forward is
 copied. Checkpoints of stock LLaVA, in the key names of transformers 4 and 5, plus `align_norm` load without a change.
 """
 

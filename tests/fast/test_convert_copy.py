@@ -7,10 +7,11 @@ import signal
 import stat
 import threading
 import warnings
+from types import SimpleNamespace
 
 import pytest
 
-from llava_norm_align.common.errors import CheckFailed
+from llava_norm_align.common.errors import CheckFailed, InputError
 from llava_norm_align.common.weights import BLOCK
 from llava_norm_align.conversion import convert as conversion
 from llava_norm_align.conversion.convert import convert
@@ -103,3 +104,11 @@ def test_every_file_follows_the_umask(tmp_path, mask):
         os.umask(before)
     modes = {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "target").rglob("*") if path.is_file()}
     assert modes == {0o666 & ~mask}
+
+
+def test_a_full_disk_is_found_before_anything_is_written(tmp_path, monkeypatch):
+    source = tiny_llava(tmp_path / "source")
+    monkeypatch.setattr(conversion.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(InputError, match="GB free"):
+        convert(str(source), tmp_path / "target", report=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
