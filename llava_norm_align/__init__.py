@@ -16,7 +16,35 @@ from llava_norm_align.registration import register  # noqa: E402
 
 register()
 
-from llava_norm_align.configuration import LlavaNormAlignConfig  # noqa: E402
-from llava_norm_align.modeling import LlavaNormAlignForConditionalGeneration, LlavaNormAlignModel  # noqa: E402
+from llava_norm_align.configuration import (  # noqa: E402
+    LlavaNextNormAlignConfig,
+    LlavaNormAlignConfig,
+    LlavaOnevisionNormAlignConfig,
+    VipLlavaNormAlignConfig,
+)
+from llava_norm_align.modeling import (  # noqa: E402
+    LlavaNextNormAlignForConditionalGeneration,
+    LlavaNextNormAlignModel,
+    LlavaNormAlignForConditionalGeneration,
+    LlavaNormAlignModel,
+    LlavaOnevisionNormAlignForConditionalGeneration,
+    LlavaOnevisionNormAlignModel,
+    VipLlavaNormAlignForConditionalGeneration,
+    VipLlavaNormAlignModel,
+)
 
-__all__ = ["LlavaNormAlignConfig", "LlavaNormAlignForConditionalGeneration", "LlavaNormAlignModel", "__version__"]
+__all__ = [
+    "LlavaNextNormAlignConfig",
+    "LlavaNextNormAlignForConditionalGeneration",
+    "LlavaNextNormAlignModel",
+    "LlavaNormAlignConfig",
+    "LlavaNormAlignForConditionalGeneration",
+    "LlavaNormAlignModel",
+    "LlavaOnevisionNormAlignConfig",
+    "LlavaOnevisionNormAlignForConditionalGeneration",
+    "LlavaOnevisionNormAlignModel",
+    "VipLlavaNormAlignConfig",
+    "VipLlavaNormAlignForConditionalGeneration",
+    "VipLlavaNormAlignModel",
+    "__version__",
+]

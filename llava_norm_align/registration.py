@@ -20,11 +20,12 @@ def register() -> None:
     """Register with AutoConfig, AutoModel, AutoModelForImageTextToText and, in 4.57, AutoModelForVision2Seq."""
     require_supported_transformers(transformers.__version__)
 
-    from llava_norm_align.configuration import LlavaNormAlignConfig
-    from llava_norm_align.modeling import LlavaNormAlignForConditionalGeneration, LlavaNormAlignModel
+    from llava_norm_align.modeling import FAMILIES
 
-    transformers.AutoConfig.register("llava_norm_align", LlavaNormAlignConfig)
-    transformers.AutoModel.register(LlavaNormAlignConfig, LlavaNormAlignModel)
-    transformers.AutoModelForImageTextToText.register(LlavaNormAlignConfig, LlavaNormAlignForConditionalGeneration)
-    if Version(transformers.__version__) < Version("5"):
-        transformers.AutoModelForVision2Seq.register(LlavaNormAlignConfig, LlavaNormAlignForConditionalGeneration)
+    for cls in FAMILIES.values():
+        config_class = cls.config_class
+        transformers.AutoConfig.register(config_class.model_type, config_class)
+        transformers.AutoModel.register(config_class, cls.model_class)
+        transformers.AutoModelForImageTextToText.register(config_class, cls)
+        if Version(transformers.__version__) < Version("5"):
+            transformers.AutoModelForVision2Seq.register(config_class, cls)

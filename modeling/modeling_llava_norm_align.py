@@ -17,7 +17,7 @@ from packaging.version import Version
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.nn import functional as F
-from transformers import LlavaForConditionalGeneration, LlavaModel, LlavaPreTrainedModel
+from transformers import LlavaForConditionalGeneration, LlavaModel, PreTrainedModel
 from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
 
 from llava_norm_align.configuration.configuration_llava_norm_align import LlavaNormAlignConfig
@@ -102,8 +102,8 @@ ALIGN_NORMS = {
 }
 
 
-class LlavaNormAlignMultiModalProjector(LlavaMultiModalProjector):
-    """LLaVA's projector, then `align_norm`."""
+class NormAlignProjectorMixin:
+    """A stock family's projector, then `align_norm`."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -116,8 +116,6 @@ class LlavaNormAlignMultiModalProjector(LlavaMultiModalProjector):
 
 class NormAlignPreTrainedMixin:
     """What both model classes need: the gain's start, the norm in fp32, the guard on loading, the code when saving."""
-
-    config_class = LlavaNormAlignConfig
 
     @torch.no_grad()
     def _init_weights(self, module):
@@ -167,56 +165,76 @@ class NormAlignPreTrainedMixin:
         return (model, info) if return_info else model
 
     def save_pretrained(self, save_directory, *args, push_to_hub=False, **kwargs):
-        """As in transformers; the folder also holds the two code files, so that it loads with trust_remote_code."""
+        """As in transformers; the folder also holds the code files, so that it loads with trust_remote_code."""
         super().save_pretrained(save_directory, *args, **kwargs)
         if kwargs.get("is_main_process", True) and Path(save_directory, "config.json").is_file():
-            save_code(save_directory)
+            save_code(save_directory, type(self))
         if push_to_hub:  # on its own, so that the code files are part of the upload
             names = ("commit_message", "private", "token", "revision", "create_pr", "max_shard_size")
             options = {name: kwargs[name] for name in names if name in kwargs}
             self.push_to_hub(kwargs.get("repo_id", Path(save_directory).name), **options)
 
 
-class LlavaNormAlignModel(NormAlignPreTrainedMixin, LlavaModel):
-    """Vision tower, projector with norm, language model; no head."""
-
-    if not TRANSFORMERS_5:
-        _checkpoint_conversion_mapping = {
-            VISION_WITHOUT_LEVEL: "vision_tower.vision_model.",
-            **LlavaModel._checkpoint_conversion_mapping,
-        }
+class NormAlignInnerMixin(NormAlignPreTrainedMixin):
+    """Makes a stock family's model without head build `projector_class`."""
 
     def __init__(self, config):
         super().__init__(config)
-        self.multi_modal_projector = LlavaNormAlignMultiModalProjector(config)
+        self.multi_modal_projector = self.projector_class(config)
         self._keep_norm_in_fp32()
         self.post_init()
 
 
-class LlavaNormAlignForConditionalGeneration(NormAlignPreTrainedMixin, LlavaForConditionalGeneration):
-    """Norm-aligned LLaVA that generates text: inputs and outputs of LlavaForConditionalGeneration."""
-
-    if not TRANSFORMERS_5:
-        _checkpoint_conversion_mapping = {
-            VISION_WITHOUT_LEVEL: "model.vision_tower.vision_model.",
-            **LlavaForConditionalGeneration._checkpoint_conversion_mapping,
-        }
+class NormAlignOuterMixin(NormAlignPreTrainedMixin):
+    """Makes a stock family's model that generates text build `model_class`, then the head as it does."""
 
     def __init__(self, config):
-        LlavaPreTrainedModel.__init__(self, config)  # the parent's own __init__ would build the language model twice
-        self.model = LlavaNormAlignModel(config)
+        PreTrainedModel.__init__(self, config)  # the parent's own __init__ would build the language model twice
+        self.model = self.model_class(config)
         self.lm_head = nn.Linear(config.text_config.hidden_size, config.text_config.vocab_size, bias=False)
         self._keep_norm_in_fp32()
         self.post_init()
 
 
-if TRANSFORMERS_5:  # it renames checkpoint keys by class or model type, and skips custom code that is not registered
-    for ours, parent in (
-        ("llava_norm_align", "llava"),
-        ("LlavaNormAlignForConditionalGeneration", "llava"),  # for a config.json of another model type
-        ("LlavaNormAlignModel", "LlavaModel"),
+def accept_stock_keys(outer):
+    """Let `outer` and its inner model load the key names of the stock family, in whichever line they were written.
+
+    The names of classes and model types are the stock family's with NormAlign or norm_align added.
+    """
+    inner, model_type = outer.model_class, outer.config_class.model_type
+    if not TRANSFORMERS_5:
+        for cls, prefix in ((inner, ""), (outer, "model.")):
+            without_level = {VISION_WITHOUT_LEVEL: f"{prefix}vision_tower.vision_model."}
+            cls._checkpoint_conversion_mapping = without_level | cls._checkpoint_conversion_mapping
+        return
+    stock_type = model_type.removesuffix("_norm_align")
+    for ours, stock in (  # 5 renames keys by class name or model type, and skips custom code that is not registered
+        (model_type, stock_type),
+        (outer.__name__, stock_type),  # for a config.json of another model type
+        (inner.__name__, inner.__name__.replace("NormAlign", "")),
     ):
-        register_checkpoint_conversion_mapping(ours, get_checkpoint_conversion_mapping(parent), overwrite=True)
+        register_checkpoint_conversion_mapping(ours, get_checkpoint_conversion_mapping(stock), overwrite=True)
+
+
+class LlavaNormAlignMultiModalProjector(NormAlignProjectorMixin, LlavaMultiModalProjector):
+    """LLaVA's projector, then `align_norm`."""
+
+
+class LlavaNormAlignModel(NormAlignInnerMixin, LlavaModel):
+    """Vision tower, projector with norm, language model; no head."""
+
+    config_class = LlavaNormAlignConfig
+    projector_class = LlavaNormAlignMultiModalProjector
+
+
+class LlavaNormAlignForConditionalGeneration(NormAlignOuterMixin, LlavaForConditionalGeneration):
+    """Norm-aligned LLaVA that generates text: inputs and outputs of LlavaForConditionalGeneration."""
+
+    config_class = LlavaNormAlignConfig
+    model_class = LlavaNormAlignModel
+
+
+accept_stock_keys(LlavaNormAlignForConditionalGeneration)
 
 
 def check_loading_info(model, info, source):
@@ -226,7 +244,7 @@ def check_loading_info(model, info, source):
     head = model.get_output_embeddings()
     if head is not None and head.weight is model.get_input_embeddings().weight:  # tied, so the checkpoint needs none
         missing -= {"lm_head.weight"}
-    if isinstance(model, LlavaNormAlignModel):  # the head of a full checkpoint
+    if isinstance(model, NormAlignInnerMixin):  # the head of a full checkpoint
         unexpected -= {"lm_head.weight", "language_model.lm_head.weight"}
     if not (missing or unexpected or mismatched):
         return
@@ -264,10 +282,11 @@ def damaged_file(folder):
     return folder
 
 
-def save_code(folder):
-    """Write this file and the configuration's into `folder`, flat, so that it loads with trust_remote_code."""
-    for module in (sys.modules[LlavaNormAlignConfig.__module__], sys.modules[__name__]):
-        path = Path(module.__file__)
+def save_code(folder, model_class):
+    """Write the files that hold `model_class`, its configuration and what they build on into `folder`, flat."""
+    classes = (*model_class.__mro__, *model_class.config_class.__mro__)
+    for module in {cls.__module__ for cls in classes if cls.__module__.endswith("_norm_align")}:
+        path = Path(sys.modules[module].__file__)
         code = path.read_text(encoding="utf-8")
-        code = re.sub(r"^from llava_norm_align\.configuration\.", "from .", code, flags=re.MULTILINE)
+        code = re.sub(r"^from llava_norm_align\.\w+\.", "from .", code, flags=re.MULTILINE)
         Path(folder, path.name).write_text(code, encoding="utf-8")

@@ -21,10 +21,18 @@ ORDER += ["release", "space", FACE]
 
 CONFIGURATION = "configuration/configuration_llava_norm_align.py"
 MODELING = "modeling/modeling_llava_norm_align.py"
+FAMILIES = {  # of stock models other than LLaVA, whose two files build on LLaVA's
+    name: (f"configuration/configuration_{name}_norm_align.py", f"modeling/modeling_{name}_norm_align.py")
+    for name in ("llava_next", "llava_onevision", "vipllava")
+}
 SHIPPED = {CONFIGURATION: 100, MODELING: 300}  # lines, at most less one
+SHIPPED |= {file: limit for files in FAMILIES.values() for file, limit in zip(files, (60, 100), strict=True)}
 # Of transformers, the shipped files use top-level names and these.
 DEEPER_NAMES = {
     "transformers.models.llava.modeling_llava.LlavaMultiModalProjector",
+    "transformers.models.llava_next.modeling_llava_next.LlavaNextMultiModalProjector",
+    "transformers.models.llava_onevision.modeling_llava_onevision.LlavaOnevisionMultiModalProjector",
+    "transformers.models.vipllava.modeling_vipllava.VipLlavaMultiModalProjector",
     "transformers.conversion_mapping.get_checkpoint_conversion_mapping",
     "transformers.conversion_mapping.register_checkpoint_conversion_mapping",
     "transformers.initialization",
@@ -162,9 +170,9 @@ def test_shipped_files_use_public_names_of_transformers(file):
     assert deeper_attributes(ast.parse((ROOT / file).read_text())) == set()
 
 
-def test_the_modeling_file_uses_the_deeper_names():
+def test_the_deeper_names_are_used():
     """A name that is no longer used leaves the list above."""
-    assert DEEPER_NAMES <= transformers_names(MODELING)
+    assert DEEPER_NAMES <= set().union(*map(transformers_names, SHIPPED))
 
 
 def test_deeper_attributes_are_found():
@@ -172,7 +180,7 @@ def test_deeper_attributes_are_found():
     assert deeper_attributes(tree) == {"transformers.utils.logging", "transformers.utils.logging.get_logger"}
 
 
-@pytest.mark.parametrize("name", sorted(transformers_names(CONFIGURATION) | transformers_names(MODELING)))
+@pytest.mark.parametrize("name", sorted(set().union(*map(transformers_names, SHIPPED))))
 def test_names_of_transformers_exist_here(name):
     if name.startswith(ONLY_IN_5) and Version(transformers.__version__) < Version("5"):
         pytest.skip("used with transformers 5 only")
@@ -183,13 +191,20 @@ def test_names_of_transformers_exist_here(name):
 
 
 def test_shipped_files_import_nothing_else_of_ours():
-    """A released folder holds the two files and nothing more."""
-    configuration = f"{FACE}.{CONFIGURATION.removesuffix('.py').replace('/', '.')}.LlavaNormAlignConfig"
+    """A released folder holds LLaVA's two files, and its family's two, and nothing more."""
+    modules = {f"{FACE}.{file.removesuffix('.py').replace('/', '.')}": file for file in SHIPPED}
     ours = {
-        file: {name for _, name in imported_names(ast.parse((ROOT / file).read_text())) if name.startswith(FACE)}
+        file: {
+            modules.get(name.rpartition(".")[0], name)
+            for _, name in imported_names(ast.parse((ROOT / file).read_text()))
+            if name.startswith(FACE)
+        }
         for file in SHIPPED
     }
-    assert ours == {CONFIGURATION: set(), MODELING: {configuration}}
+    expected = {CONFIGURATION: set(), MODELING: {CONFIGURATION}}
+    for configuration, modeling in FAMILIES.values():
+        expected |= {configuration: {CONFIGURATION}, modeling: {configuration, CONFIGURATION, MODELING}}
+    assert ours == expected
 
 
 def test_files_are_short():

@@ -14,7 +14,7 @@ from tests.helpers.lines import run_alone
 # PEFT asks transformers 5 for a name that it deprecates
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 
-OUTER = "LlavaNormAlignForConditionalGeneration"
+OUTER = "modeling_llava_norm_align.LlavaNormAlignForConditionalGeneration"
 LORA = "lora on sound base"
 
 

@@ -36,15 +36,21 @@ CONFIG_FIELDS = (
     "vision_feature_layer",
     "vision_feature_select_strategy",
     "multimodal_projector_bias",
+    # not every kind of model has these
+    "projector_layernorm_eps",
+    "image_grid_pinpoints",
+    "vision_aspect_ratio",
+    "video_token_index",
+    "tie_word_embeddings",
 )
-MODEL_FILE = "modeling_llava_norm_align"
+NO_PROCESSOR = "llava_onevision"  # its processor needs torchvision in transformers 5
 
 
 def model_class(task):
     name = task.get("class", "AutoModelForImageTextToText")
     if hasattr(transformers, name):
         return getattr(transformers, name)
-    return get_class_from_dynamic_module(f"{MODEL_FILE}.{name}", task["code"])
+    return get_class_from_dynamic_module(name, task["code"])  # file.Class
 
 
 def load(task):
@@ -54,10 +60,11 @@ def load(task):
 
 def write_stock(task):
     """Save a stock LLaVA, and what it answers when a norm written in plain tensors follows its projector."""
-    model = tiny.stock_llava(task["tower"], task["family"], task["tied"])
+    kind, tower = task["kind"], task["tower"]
+    model = tiny.stock_llava(tower, task["family"], task["tied"], kind=kind)
     model.save_pretrained(task["folder"], max_shard_size=task["shard"])
-    processor = tiny.processor(task["tower"])
-    processor.save_pretrained(task["folder"])
+    processor = tiny.processor(tower, kind)
+    (processor.tokenizer if kind == NO_PROCESSOR else processor).save_pretrained(task["folder"])
     target = model.get_input_embeddings().weight.detach().double().norm(dim=1).mean().item()
 
     def align(module, inputs, x):
@@ -66,20 +73,23 @@ def write_stock(task):
 
     model.model.multi_modal_projector.register_forward_hook(align)
     with torch.no_grad():
-        torch.save({"logits": model(**tiny.prompt_with_image(processor)).logits}, task["out"])
+        torch.save({"logits": model(**tiny.inputs(kind, tower)).logits}, task["out"])
     return {}
 
 
 def read(task):
     model, info = load(task)
-    processor = AutoProcessor.from_pretrained(task["folder"], trust_remote_code=True)
-    inputs = tiny.prompt_with_image(processor)
+    if task["kind"] == NO_PROCESSOR:
+        inputs, prompt = tiny.inputs(task["kind"]), None
+    else:
+        processor = AutoProcessor.from_pretrained(task["folder"], trust_remote_code=True)
+        inputs = tiny.prompt_with_image(processor)
+        prompt = processor.apply_chat_template(
+            [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is a cat"}]}],
+            add_generation_prompt=True,
+        )
     with torch.no_grad():
         logits = model.eval()(**inputs).logits
-    prompt = processor.apply_chat_template(
-        [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is a cat"}]}],
-        add_generation_prompt=True,
-    )
     torch.save({"logits": logits, "pixel_values": inputs["pixel_values"]}, task["out"])
     return {
         "missing": sorted(info["missing_keys"]),
@@ -87,7 +97,7 @@ def read(task):
         "input_ids": inputs["input_ids"][0].tolist(),
         "prompt": prompt,
         "class": type(model).__name__,
-        "config": {name: getattr(model.config, name) for name in CONFIG_FIELDS},
+        "config": {name: getattr(model.config, name, None) for name in CONFIG_FIELDS},
         "norm_dtype": str(model.model.multi_modal_projector.align_norm.weight.dtype),
     }
 
@@ -107,6 +117,14 @@ def save_again(task):
     return {}
 
 
+def answer(task):
+    """The logits for the model inputs in a file."""
+    model, info = load(task)
+    with torch.no_grad():
+        torch.save(model.eval()(**torch.load(task["inputs"])).logits, task["out"])
+    return {"class": type(model).__name__, "missing": sorted(info["missing_keys"])}
+
+
 def check(task):
     """Whether it loads, and what the answer or the error is."""
     try:
@@ -114,7 +132,7 @@ def check(task):
     except Exception as error:
         return {"error": type(error).__name__, "message": str(error)}
     with torch.no_grad():
-        inputs = tiny.prompt_with_image(tiny.processor())
+        inputs = tiny.inputs(task.get("kind", "llava"))
         return {"error": None, "logits": model.eval()(**inputs)[0].double().sum().item()}
 
 

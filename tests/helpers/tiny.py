@@ -14,11 +14,16 @@ from transformers import (
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    LlavaNextForConditionalGeneration,
+    LlavaNextImageProcessor,
+    LlavaNextProcessor,
+    LlavaOnevisionForConditionalGeneration,
     LlavaProcessor,
     MistralConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
     SiglipVisionConfig,
+    VipLlavaForConditionalGeneration,
 )
 
 WORDS = ["what", "is", "in", "the", "picture", "?", "a", "cat", "dog", "red", "USER:", "ASSISTANT:"]
@@ -46,6 +51,20 @@ VISION_CONFIGS = {
     ),
 }
 TEXT_CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "mistral": MistralConfig}
+STOCK = {
+    "llava": LlavaForConditionalGeneration,
+    "llava_next": LlavaNextForConditionalGeneration,
+    "llava_onevision": LlavaOnevisionForConditionalGeneration,
+    "vipllava": VipLlavaForConditionalGeneration,
+}
+GRIDS = [[28, 56], [56, 28], [56, 56]]
+# what the configuration of a kind has beyond LLaVA's
+KIND_FIELDS = {
+    "llava": {},
+    "llava_next": {"image_grid_pinpoints": GRIDS},
+    "llava_onevision": {"image_grid_pinpoints": GRIDS, "video_token_index": IMAGE_TOKEN_ID + 1},
+    "vipllava": {"vision_feature_layers": [-2, -3, 1]},  # 4.57's name; transformers 5 reads it too
+}
 
 
 def vision_config(tower="clip"):
@@ -63,6 +82,7 @@ def text_config(family="llama", tied=False):
 
 
 def llava_config(cls=LlavaConfig, tower="clip", family="llama", tied=False, **fields):
+    """A configuration of the class `cls`, of any kind in STOCK, norm-aligned or not."""
     defaults = dict(
         vision_config=vision_config(tower),
         text_config=text_config(family, tied),
@@ -70,6 +90,7 @@ def llava_config(cls=LlavaConfig, tower="clip", family="llama", tied=False, **fi
         image_seq_length=4,
         vision_feature_select_strategy="full" if tower == "siglip" else "default",
         tie_word_embeddings=tied,
+        **KIND_FIELDS[cls.model_type.removesuffix("_norm_align")],
     )
     return cls(**{**defaults, **fields})
 
@@ -84,12 +105,14 @@ def randomize(model, seed=0):
     return model
 
 
-def stock_llava(tower="clip", family="llama", tied=False, seed=0):
+def stock_llava(tower="clip", family="llama", tied=False, seed=0, kind="llava"):
     torch.manual_seed(seed)
-    return randomize(LlavaForConditionalGeneration(llava_config(LlavaConfig, tower, family, tied)), seed).eval()
+    cls = STOCK[kind]
+    return randomize(cls(llava_config(cls.config_class, tower, family, tied)), seed).eval()
 
 
-def processor(tower="clip"):
+def processor(tower="clip", kind="llava"):
+    """LlavaProcessor, or LlavaNextProcessor; LlavaOnevisionProcessor needs torchvision in transformers 5."""
     words = {word: index for index, word in enumerate(["<pad>", "<s>", "</s>", "<unk>", *WORDS, "<image>"])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -102,9 +125,13 @@ def processor(tower="clip"):
         additional_special_tokens=["<image>"],
         model_input_names=["input_ids", "attention_mask"],
     )
-    square = {"height": 28, "width": 28}
-    return LlavaProcessor(
-        image_processor=CLIPImageProcessor(size={"shortest_edge": 28}, crop_size=square),
+    sizes = dict(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
+    tiled = kind == "llava_next"
+    image_processor = (
+        LlavaNextImageProcessor(**sizes, image_grid_pinpoints=GRIDS) if tiled else CLIPImageProcessor(**sizes)
+    )
+    return (LlavaNextProcessor if tiled else LlavaProcessor)(
+        image_processor=image_processor,
         tokenizer=fast,
         patch_size=14,
         vision_feature_select_strategy="full" if tower == "siglip" else "default",
@@ -120,3 +147,23 @@ def photo(seed=0):
 def prompt_with_image(llava_processor, seed=0):
     text = "USER: <image> what is in the picture ? ASSISTANT:"
     return llava_processor(text=text, images=photo(seed), return_tensors="pt")
+
+
+def tiled_inputs(seed=0):
+    """What a processor of LLaVA-NeXT or LLaVA-OneVision gives for an image of 28 x 56 px, in three tiles.
+
+    Image tokens: 4 of the whole image, then 2 rows of 4 patches, each row followed by image_newline.
+    """
+    pixels = torch.randn(1, 3, 3, 28, 28, generator=torch.Generator().manual_seed(seed))
+    ids = torch.tensor([[1, 14, *[IMAGE_TOKEN_ID] * 14, 4, 5, 6, 7, 8, 9, 15]])
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "pixel_values": pixels,
+        "image_sizes": torch.tensor([[28, 56]]),
+    }
+
+
+def inputs(kind="llava", tower="clip"):
+    """A prompt with an image for a tiny model of `kind`."""
+    return tiled_inputs() if kind == "llava_onevision" else prompt_with_image(processor(tower, kind))

@@ -13,19 +13,35 @@ import torch
 
 from tests.helpers.lines import PYTHONS, ROOT, run_alone
 
-# Every pair of values of two columns stands in some row.
-COLUMNS = ("tower", "family", "tied", "weights", "writer", "converter")
-ROWS = [
-    ("clip", "llama", True, "shards", "5", "5"),
-    ("clip", "mistral", True, "single", "4", "4"),
-    ("clip", "qwen2", False, "single", "5", "4"),
-    ("dinov2", "llama", True, "shards", "5", "4"),
-    ("dinov2", "mistral", False, "shards", "5", "4"),
-    ("dinov2", "qwen2", True, "single", "4", "5"),
-    ("siglip", "llama", False, "single", "4", "4"),
-    ("siglip", "mistral", True, "shards", "4", "5"),
-    ("siglip", "qwen2", False, "shards", "5", "5"),
+COLUMNS = ("tower", "family", "tied", "weights", "writer", "converter", "kind")
+# Every pair of values of two columns stands in some row of these.
+LLAVA_ROWS = [
+    ("clip", "llama", True, "shards", "5", "5", "llava"),
+    ("clip", "mistral", True, "single", "4", "4", "llava"),
+    ("clip", "qwen2", False, "single", "5", "4", "llava"),
+    ("dinov2", "llama", True, "shards", "5", "4", "llava"),
+    ("dinov2", "mistral", False, "shards", "5", "4", "llava"),
+    ("dinov2", "qwen2", True, "single", "4", "5", "llava"),
+    ("siglip", "llama", False, "single", "4", "4", "llava"),
+    ("siglip", "mistral", True, "shards", "4", "5", "llava"),
+    ("siglip", "qwen2", False, "shards", "5", "5", "llava"),
 ]
+# For every other kind: two towers, both writers and converters, tied and untied.
+KIND_ROWS = [
+    ("clip", "mistral", False, "shards", "5", "4", "llava_next"),
+    ("siglip", "llama", True, "single", "4", "5", "llava_next"),
+    ("clip", "llama", False, "single", "4", "5", "llava_onevision"),
+    ("siglip", "qwen2", True, "shards", "5", "4", "llava_onevision"),
+    ("clip", "llama", True, "single", "4", "5", "vipllava"),
+    ("dinov2", "qwen2", False, "shards", "5", "4", "vipllava"),
+]
+ROWS = LLAVA_ROWS + KIND_ROWS
+CLASSES = {
+    "llava": "LlavaNormAlignForConditionalGeneration",
+    "llava_next": "LlavaNextNormAlignForConditionalGeneration",
+    "llava_onevision": "LlavaOnevisionNormAlignForConditionalGeneration",
+    "vipllava": "VipLlavaNormAlignForConditionalGeneration",
+}
 SAVERS = ("converted", "saved by 4", "saved by 5")
 SHARD = {"shards": "30KB", "single": "5GB"}
 CONVERT = """
@@ -102,7 +118,13 @@ def matrix(tmp_path_factory):
         keys = list(itertools.product(ROWS, SAVERS, classes))
         out = {key: str(root / f"{line}-{name(key[0])}-{key[1]}-{key[2]}.pt") for key in keys}
         tasks = [
-            {"do": "read", "folder": str(folder[row, saver]), "class": cls, "out": out[row, saver, cls]}
+            {
+                "do": "read",
+                "kind": row[6],
+                "folder": str(folder[row, saver]),
+                "class": cls,
+                "out": out[row, saver, cls],
+            }
             for row, saver, cls in keys
         ]
         answers = alone(line, tasks)
@@ -115,9 +137,15 @@ def matrix(tmp_path_factory):
 
 
 def test_every_pair_of_values_is_in_the_matrix():
-    values = [sorted({row[i] for row in ROWS}, key=str) for i in range(len(COLUMNS))]
+    values = [sorted({row[i] for row in LLAVA_ROWS}, key=str) for i in range(len(COLUMNS))]
     for i, j in itertools.combinations(range(len(COLUMNS)), 2):
-        assert {(row[i], row[j]) for row in ROWS} == set(itertools.product(values[i], values[j]))
+        assert {(row[i], row[j]) for row in LLAVA_ROWS} == set(itertools.product(values[i], values[j]))
+
+
+def test_every_kind_has_both_values_of_every_column():
+    for kind in CLASSES:
+        rows = [row for row in ROWS if row[6] == kind]
+        assert all(len({row[i] for row in rows}) > 1 for i in range(6))
 
 
 @pytest.mark.parametrize("row", ROWS, ids=name)
@@ -126,7 +154,7 @@ def test_nothing_is_missing_or_unexpected(matrix, row):
         for key, answer in answers.items():
             if key[0] == row:
                 assert (answer["missing"], answer["unexpected"]) == ([], []), (line, key)
-                assert answer["class"] == "LlavaNormAlignForConditionalGeneration"
+                assert answer["class"] == CLASSES[row[6]]
                 assert answer["norm_dtype"] == "torch.float32"
 
 
@@ -146,13 +174,15 @@ def test_the_config_is_the_same_everywhere(matrix, row):
     every = [answer["config"] for line in PYTHONS for key, answer in matrix[0][line].items() if key[0] == row]
     assert all(config == every[0] for config in every)
     expected = {"norm_align_type": "layer_norm", "image_token_index": 16, "image_token_id": 16, "image_seq_length": 4}
+    expected["vision_feature_layer"] = [-2, -3, 1] if row[6] == "vipllava" else every[0]["vision_feature_layer"]
     assert every[0].items() >= expected.items() and every[0]["norm_align_target"] > 0
 
 
-@pytest.mark.parametrize("row", ROWS, ids=name)
+@pytest.mark.parametrize("row", [row for row in ROWS if row[6] != "llava_onevision"], ids=name)
 def test_the_processor_is_the_same_everywhere(matrix, row):
     every = [answer for line in PYTHONS for key, answer in matrix[0][line].items() if key[0] == row]
-    image_tokens = 4  # 28 px in patches of 14
+    # 28 px in patches of 14; LLaVA-NeXT adds a grid of 4 x 4 patches, less what pads a photo of 40 x 52, and its rows
+    image_tokens = 24 if row[6] == "llava_next" else 4
     for answer in every:
         assert answer["input_ids"] == every[0]["input_ids"]
         assert answer["input_ids"].count(16) == image_tokens  # tiny.IMAGE_TOKEN_ID

@@ -1,0 +1,16 @@
+"""The stock families that can be norm-aligned. This file does not ship to the Hub."""
+
+from llava_norm_align.modeling.modeling_llava_next_norm_align import LlavaNextNormAlignForConditionalGeneration
+from llava_norm_align.modeling.modeling_llava_norm_align import LlavaNormAlignForConditionalGeneration
+from llava_norm_align.modeling.modeling_llava_onevision_norm_align import (
+    LlavaOnevisionNormAlignForConditionalGeneration,
+)
+from llava_norm_align.modeling.modeling_vipllava_norm_align import VipLlavaNormAlignForConditionalGeneration
+
+# stock model_type -> our class; its `model_class` is the inner model, its `config_class` the configuration
+FAMILIES = {
+    "llava": LlavaNormAlignForConditionalGeneration,
+    "llava_next": LlavaNextNormAlignForConditionalGeneration,
+    "llava_onevision": LlavaOnevisionNormAlignForConditionalGeneration,
+    "vipllava": VipLlavaNormAlignForConditionalGeneration,
+}
