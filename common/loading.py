@@ -22,6 +22,7 @@ from llava_norm_align.common.weights import read_json
 
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "*.py", "*.md"]
+PICKLED_FILES = ["pytorch_model*.bin", "mm_projector.bin"]
 
 
 def resolve_model(model: str, revision: str | None = None, patterns: list[str] | None = None) -> Path:
@@ -55,6 +56,14 @@ def resolve_model(model: str, revision: str | None = None, patterns: list[str] |
             f"There is no folder {model}, and the Hub cannot be asked for it ({type(error).__name__}). "
             "Check the path or the connection, or download the model first."
         ) from None
+
+
+def resolve_weights(model: str, revision: str | None = None) -> Path:
+    """As resolve_model; of a Hub model without safetensors also its `.bin` files."""
+    folder = resolve_model(model, revision)
+    if not os.path.isdir(model) and not any(folder.glob("*.safetensors")):
+        folder = resolve_model(model, revision, MODEL_FILES + PICKLED_FILES)
+    return folder
 
 
 def load_config(folder: Path) -> dict[str, Any]:

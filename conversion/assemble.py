@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoConfig, LlavaForConditionalGeneration
 
 from llava_norm_align.common.errors import InputError
 from llava_norm_align.common.folders import check_target, new_folder
-from llava_norm_align.common.loading import first_line, load_config, resolve_model
+from llava_norm_align.common.loading import first_line, load_config, resolve_weights
 from llava_norm_align.common.results import write_json
 from llava_norm_align.common.weights import (
     SINGLE_FILE,
@@ -26,6 +25,7 @@ from llava_norm_align.common.weights import (
 )
 from llava_norm_align.configuration.configuration_llava_norm_align import with_rope_theta
 from llava_norm_align.conversion.processor_files import (
+    IMAGE_TOKEN,
     image_processor_config,
     write_generation_config,
     write_processor,
@@ -47,6 +47,7 @@ DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 # A sub-config has its own type; LLaVA's dtype holds for the whole model.
 UNWANTED_FIELDS = ("model_type", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "auto_map")
 MAX_SINGLE_FILE = 5_000_000_000  # bytes; larger models keep the language model's shards
+ROWS = 1024  # of a text table, read at a time
 PROJECTOR = "multi_modal_projector."
 EMBEDDING, HEAD = "language_model.model.embed_tokens.weight", "language_model.lm_head.weight"
 
@@ -65,9 +66,9 @@ def assemble(
     """Write a stock LLaVA (`LlavaForConditionalGeneration`) to the folder `target` and return it.
 
     `vision`: a CLIP, SigLIP or DINOv2 model; of a CLIP or SigLIP with a text tower the vision half is taken. `text`: a
-    causal language model such as Llama, Qwen2 or Mistral. Both are folders or Hub ids with safetensors weights, which
-    are copied as bytes in the key names of llava-hf's checkpoints. `projector`: a safetensors file with LLaVA's
-    projector, [D, D_vision] and [D, D]; without it the projector is fresh, as transformers initialises it from `seed`.
+    causal language model such as Llama, Qwen2 or Mistral. Both are folders or Hub ids, with weights that are copied as
+    bytes in the key names of llava-hf's checkpoints. `projector`: a safetensors file with LLaVA's projector,
+    [D, D_vision] and [D, D]; without it the projector is fresh, as transformers initialises it from `seed`.
 
     `<image>` is added to the tokenizer. Where the text table has no row for it, table and head get one more, the mean
     of their rows: its logit is the mean logit, so it is never generated, and one row leaves the mean norm of a whole
@@ -75,42 +76,63 @@ def assemble(
     """
     target = Path(target)
     check_target(target, overwrite)
-    vision_folder, text_folder = resolve_model(vision), resolve_model(text)
+    vision_folder, text_folder = resolve_weights(vision), resolve_weights(text)
     tower, llm = read_vision_tower(vision_folder), read_language_model(text_folder)
     family = tower.config["model_type"].split("_")[0]
     image_processor = image_processor_config(vision_folder, family)
-    patches = _count_patches(vision_folder, image_processor, tower.config)
-    weights = _projector_weights(projector, tower.config, llm, seed)
-    has_cls = family != "siglip"
+    check_image_size(vision_folder, image_processor, tower.config)
+    weights = None if projector is None else _read_projector(Path(projector), tower, llm)
+    # "default" drops the first token, which is a patch in SigLIP
+    strategy = "full" if family == "siglip" else "default"
 
     with new_folder(target, overwrite, sources=(vision_folder, text_folder)) as folder:
-        image_token_id = write_tokenizer(folder, text_folder)
+        image_token_id = write_tokenizer(folder, text_folder)[IMAGE_TOKEN]
         rows = max(llm.tensors[EMBEDDING].shape[0], image_token_id + 1)
-        strategy = "default" if has_cls else "full"  # "default" drops the first token, which is a patch in SigLIP
-        config = {
-            "architectures": ["LlavaForConditionalGeneration"],
-            "model_type": "llava",
-            "dtype": DTYPE_NAMES[llm.tensors[EMBEDDING].dtype],
-            "image_token_index": image_token_id,
-            "image_seq_length": patches,
-            "projector_hidden_act": "gelu",
-            "multimodal_projector_bias": True,
-            "vision_feature_layer": -2,
-            "vision_feature_select_strategy": strategy,
-            "tie_word_embeddings": llm.config["tie_word_embeddings"],
-            "text_config": {**llm.config, "vocab_size": rows},
-            "vision_config": tower.config,
-        }
-        write_json(folder / "config.json", config)
-        write_processor(folder, image_processor, tower.config["patch_size"], strategy, int(has_cls))
+        write_config(folder, tower, llm, image_processor, image_token_id=image_token_id, rows=rows, strategy=strategy)
         write_generation_config(folder, text_folder, llm.config)
-        _write_weights(folder, tower, llm, weights, rows)
-        _check_loads(folder, vision, text)
+        if weights is None:
+            weights = _write_fresh_projector(folder / ".projector.safetensors", tower, llm, seed)
+        write_weights(folder, tower, llm, weights, rows)
+        (folder / ".projector.safetensors").unlink(missing_ok=True)
+        check_loads(folder, vision, text)
     return target
 
 
-def read_vision_tower(folder: Path) -> Part:
-    """The vision tower in `folder`, under the names of a published LLaVA."""
+def write_config(
+    folder: Path,
+    tower: Part,
+    llm: Part,
+    image_processor: dict[str, Any],
+    *,
+    image_token_id: int,
+    rows: int,
+    strategy: str,
+    feature_layer: int = -2,
+) -> None:
+    """config.json and the processor's files of a LLaVA whose text table has `rows` rows."""
+    has_cls = not tower.config["model_type"].startswith("siglip")
+    patch = tower.config["patch_size"]
+    patches = (image_processor["crop_size"]["height"] // patch) * (image_processor["crop_size"]["width"] // patch)
+    config = {
+        "architectures": ["LlavaForConditionalGeneration"],
+        "model_type": "llava",
+        "dtype": DTYPE_NAMES[llm.tensors[EMBEDDING].dtype],
+        "image_token_index": image_token_id,
+        "image_seq_length": patches + (has_cls and strategy == "full"),
+        "projector_hidden_act": "gelu",
+        "multimodal_projector_bias": True,
+        "vision_feature_layer": feature_layer,
+        "vision_feature_select_strategy": strategy,
+        "tie_word_embeddings": llm.config["tie_word_embeddings"],
+        "text_config": {**llm.config, "vocab_size": rows},
+        "vision_config": tower.config,
+    }
+    write_json(folder / "config.json", config)
+    write_processor(folder, image_processor, patch, strategy, int(has_cls))
+
+
+def read_vision_tower(folder: Path, stored: dict[str, StoredTensor] | None = None) -> Part:
+    """The vision tower in `folder`, under the names of a published LLaVA; `stored`: tensors in place of its own."""
     config = load_config(folder)
     family = VISION_FAMILIES.get(config["model_type"])
     if family is None:
@@ -123,7 +145,7 @@ def read_vision_tower(folder: Path) -> Part:
         if not isinstance(config, dict):
             raise InputError(f"{folder / 'config.json'} has no vision_config. Download the vision tower again.")
     config = _complete(config, "dinov2" if family == "dinov2" else f"{family}_vision_model", folder)
-    stored = read_weights(folder).tensors
+    stored = read_weights(folder).tensors if stored is None else stored
     for prefix in ("vision_model.", "dinov2."):
         if any(name.startswith(prefix) for name in stored):
             stored = {name.removeprefix(prefix): tensor for name, tensor in stored.items() if name.startswith(prefix)}
@@ -139,8 +161,11 @@ def read_vision_tower(folder: Path) -> Part:
 def read_language_model(folder: Path) -> Part:
     """The causal language model in `folder`, under the names of a published LLaVA."""
     config = load_config(folder)
-    kind = config["model_type"]
-    stored = read_weights(folder).tensors
+    return language_model(folder, config["model_type"], config, read_weights(folder).tensors)
+
+
+def language_model(folder: Path, kind: str, config: dict[str, Any], stored: dict[str, StoredTensor]) -> Part:
+    """A causal language model of type `kind` from its own config and tensors, under a published LLaVA's names."""
     tensors = {
         f"language_model.{name}": tensor
         for name, tensor in stored.items()
@@ -190,53 +215,61 @@ def _complete(config: dict[str, Any], kind: str, folder: Path) -> dict[str, Any]
     return with_rope_theta(config)
 
 
-def _count_patches(folder: Path, image_processor: dict[str, Any], vision: dict[str, Any]) -> int:
-    crop, patch = image_processor["crop_size"], vision["patch_size"]
-    sides = (crop["height"], crop["width"])
+def check_image_size(folder: Path, image_processor: dict[str, Any], vision: dict[str, Any]) -> None:
+    """InputError unless the image processor of `folder` makes images that its tower takes."""
+    sides = (image_processor["crop_size"]["height"], image_processor["crop_size"]["width"])
     if vision["model_type"] != "dinov2" and set(sides) != {vision["image_size"]}:  # only DINOv2 resizes its positions
         raise InputError(
             f"The image processor in {folder} makes images of {sides[0]} x {sides[1]}, but its tower takes "
             f"{vision['image_size']} x {vision['image_size']}. Use the image processor that came with the tower."
         )
-    if min(sides) < patch:
-        raise InputError(f"The image processor in {folder} makes images smaller than one patch of {patch} pixels.")
-    return (sides[0] // patch) * (sides[1] // patch)
+    if min(sides) < vision["patch_size"]:
+        raise InputError(
+            f"The image processor in {folder} makes images smaller than one patch of {vision['patch_size']} pixels."
+        )
 
 
-def _projector_weights(file: Path | None, vision: dict[str, Any], llm: Part, seed: int) -> dict[str, torch.Tensor]:
-    """The projector in the language model's dtype, from `file` or fresh."""
-    width, dim = vision["hidden_size"], llm.config["hidden_size"]
-    dtype = DTYPES[llm.tensors[EMBEDDING].dtype]
-    shapes = {
+def projector_shapes(tower: Part, llm: Part) -> dict[str, tuple[int, ...]]:
+    """The shapes of LLaVA's projector between two parts, by their names in it."""
+    width, dim = tower.config["hidden_size"], llm.config["hidden_size"]
+    return {
         "linear_1.weight": (dim, width),
         "linear_1.bias": (dim,),
         "linear_2.weight": (dim, dim),
         "linear_2.bias": (dim,),
     }
-    if file is None:
-        generator = torch.Generator().manual_seed(seed)
-        std = llm.config.get("initializer_range", 0.02)
-        fresh = {name: torch.zeros(shape) for name, shape in shapes.items()}
-        for name in ("linear_1.weight", "linear_2.weight"):
-            fresh[name].normal_(0.0, std, generator=generator)
-        return {PROJECTOR + name: tensor.to(dtype) for name, tensor in fresh.items()}
-    read_header(Path(file))
-    with safe_open(file, framework="pt") as weights:
-        found = {name.rpartition(PROJECTOR)[2]: weights.get_tensor(name) for name in weights.keys()}
-    found_shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
+
+
+def _write_fresh_projector(file: Path, tower: Part, llm: Part, seed: int) -> dict[str, StoredTensor]:
+    """A new projector in the language model's dtype."""
+    generator = torch.Generator().manual_seed(seed)
+    std = llm.config.get("initializer_range", 0.02)
+    fresh = {name: torch.zeros(shape) for name, shape in projector_shapes(tower, llm).items()}
+    for name in ("linear_1.weight", "linear_2.weight"):
+        fresh[name].normal_(0.0, std, generator=generator)
+    dtype = DTYPES[llm.tensors[EMBEDDING].dtype]
+    save_file({PROJECTOR + name: tensor.to(dtype) for name, tensor in fresh.items()}, file)
+    return {tensor.name: tensor for tensor in read_header(file)}
+
+
+def _read_projector(file: Path, tower: Part, llm: Part) -> dict[str, StoredTensor]:
+    found = {tensor.name.rpartition(PROJECTOR)[2]: tensor for tensor in read_header(file)}
+    shapes, found_shapes = projector_shapes(tower, llm), {name: tensor.shape for name, tensor in found.items()}
     if found_shapes != shapes:
         raise InputError(
             f"{file} holds {found_shapes or 'nothing'}, but the projector between these two models is {shapes}. "
             "Name the projector that was trained for them, or leave it out."
         )
-    return {PROJECTOR + name: found[name].to(dtype) for name in shapes}
+    return {PROJECTOR + name: found[name] for name in shapes}
 
 
-def _write_weights(folder: Path, tower: Part, llm: Part, projector: dict[str, torch.Tensor], rows: int) -> None:
-    """One file, or above 5 GB a shard for tower and projector and one for each file of the language model."""
+def write_weights(folder: Path, tower: Part, llm: Part, projector: dict[str, StoredTensor], rows: int) -> None:
+    """One file, or above 5 GB a shard for tower and projector and one for each file of the language model.
+
+    All bytes are copied as they are; a text table or head with fewer than `rows` rows gets more, the mean of its rows.
+    """
     scratch = folder / ".parts"
     scratch.mkdir()
-    save_file(projector, scratch / "projector.safetensors")
     text = dict(llm.tensors)
     for name in (EMBEDDING, HEAD):
         if name in text and text[name].shape[0] < rows:
@@ -244,8 +277,7 @@ def _write_weights(folder: Path, tower: Part, llm: Part, projector: dict[str, to
     groups: dict[Path, list[tuple[str, StoredTensor]]] = {}
     for name, tensor in text.items():
         groups.setdefault(llm.tensors[name].file, []).append((name, tensor))
-    front = [*tower.tensors.items(), *((t.name, t) for t in read_header(scratch / "projector.safetensors"))]
-    shards = [front, *groups.values()]
+    shards = [[*tower.tensors.items(), *projector.items()], *groups.values()]
     if sum(tensor.nbytes for shard in shards for _, tensor in shard) <= MAX_SINGLE_FILE:
         write_renamed(folder / SINGLE_FILE, [pair for shard in shards for pair in shard])
     else:
@@ -258,25 +290,27 @@ def _write_weights(folder: Path, tower: Part, llm: Part, projector: dict[str, to
     scratch.rmdir()
 
 
-def _write_padded(file: Path, tensor: StoredTensor, rows: int) -> StoredTensor:
+def _write_padded(path: Path, tensor: StoredTensor, rows: int) -> StoredTensor:
     """`tensor` [V, D] with rows V..rows-1 added, each the mean of its rows; read and written in blocks."""
     vocabulary, dim = tensor.shape
     total = torch.zeros(dim, dtype=torch.float64)
-    with safe_open(tensor.file, framework="pt") as weights:
-        table = weights.get_slice(tensor.name)
-        for start in range(0, vocabulary, 4096):
-            total += table[start : start + 4096].double().sum(0)
+    row_bytes = tensor.nbytes // vocabulary
+    with tensor.file.open("rb") as file:
+        file.seek(tensor.offset)
+        for start in range(0, vocabulary, ROWS):
+            block = bytearray(file.read(min(ROWS, vocabulary - start) * row_bytes))
+            total += torch.frombuffer(block, dtype=DTYPES[tensor.dtype]).view(-1, dim).double().sum(0)
     mean = (total / vocabulary).to(DTYPES[tensor.dtype])
     tail = mean.view(torch.uint8).numpy().tobytes() * (rows - vocabulary)
     padded = replace(tensor, shape=(rows, dim), nbytes=tensor.nbytes + len(tail))
-    with file.open("wb") as out:
+    with path.open("wb") as out:
         write_header(out, [("padded", padded)])
         copy_bytes(tensor, out)
         out.write(tail)
-    return read_header(file)[0]
+    return read_header(path)[0]
 
 
-def _check_loads(folder: Path, vision: str, text: str) -> None:
+def check_loads(folder: Path, vision: str, text: str) -> None:
     """Every tensor has its place in the model and every place its tensor; on the meta device, so nothing is read."""
     with quiet_transformers():
         _, info = LlavaForConditionalGeneration.from_pretrained(

@@ -1,13 +1,14 @@
 """Tokenizer, chat template and image processor of an assembled LLaVA, as files for transformers 4.57 and 5."""
 
+import importlib
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PretrainedConfig
 
-from llava_norm_align.common.errors import InputError
+from llava_norm_align.common.errors import InputError, missing_extra
 from llava_norm_align.common.loading import first_line
 from llava_norm_align.common.results import write_json
 from llava_norm_align.common.weights import read_json
@@ -18,8 +19,14 @@ from llava_norm_align.conversion.processor_fields import (
     check_size,
     make_tokenizer_portable,
 )
+from llava_norm_align.conversion.verify import quiet_transformers
 
 IMAGE_TOKEN = "<image>"
+PAD_TOKEN = "<pad>"
+SPECIAL_TOKENS_FILE = "special_tokens_map.json"
+SENTENCEPIECE_FIELDS = (
+    "add_bos_token", "add_eos_token", "add_prefix_space", "legacy", "sp_model_kwargs", "use_default_system_prompt",
+)  # fmt: skip
 OTHER_TOKENIZER_FILES = ("tokenizer.model", "vocab.json", "merges.txt")
 CLIP_MEAN, CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 
@@ -65,30 +72,30 @@ VICUNA_TEMPLATE = """\
 """
 
 
-def write_tokenizer(folder: Path, source: Path) -> int:
-    """Copy the tokenizer files of `source`, add `<image>` as a special token if it has none, and return its id.
+def write_tokenizer(
+    folder: Path, source: Path, pad: bool = False, text_config: PretrainedConfig | None = None
+) -> dict[str, int]:
+    """Copy the tokenizer files of `source`, add `<image>` as a special token if it has none; returns added ids.
 
-    The chat template becomes a file of its own, which the processor and the tokenizer both read.
+    The chat template becomes a file of its own, which the processor and the tokenizer both read. `pad`: a tokenizer
+    without a padding token gets `<pad>`. `text_config`: whose tokenizer it is, if config.json in `source` is of
+    another model. The result has the id of `<image>`, and of `<pad>` if it was added.
     """
+    files = source
     if not (source / "tokenizer.json").is_file():
-        source = _convert_slow_tokenizer(source, folder / ".tokenizer")
-    tokenizer = read_json(source / "tokenizer.json", "the tokenizer of a language model")
-    config = read_json(source / TOKENIZER_FILE, "the configuration of a tokenizer")
+        files = _convert_slow_tokenizer(source, folder / ".tokenizer", text_config)
+    tokenizer = read_json(files / "tokenizer.json", "the tokenizer of a language model")
+    config = _read_tokenizer_config(files)
+    ids = {}
     try:
-        vocabulary = tokenizer["model"]["vocab"]
-        if isinstance(vocabulary, list):  # a unigram model has [piece, score] in the order of the ids
-            vocabulary = {piece: index for index, (piece, _) in enumerate(vocabulary)}
-        added = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
-        image_token_id = (vocabulary | added).get(IMAGE_TOKEN, max([*vocabulary.values(), *added.values()]) + 1)
+        ids[IMAGE_TOKEN] = _add_token(tokenizer, config, IMAGE_TOKEN)
+        if pad and not config.get("pad_token"):
+            ids[PAD_TOKEN] = _add_token(tokenizer, config, PAD_TOKEN)
+            config["pad_token"] = PAD_TOKEN
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(
             f"{source / 'tokenizer.json'} is broken ({error!r}). Download the language model again."
         ) from None
-    if IMAGE_TOKEN not in added:
-        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-        tokenizer["added_tokens"].append({"id": image_token_id, "content": IMAGE_TOKEN, **flags})
-        if "added_tokens_decoder" in config:
-            config["added_tokens_decoder"][str(image_token_id)] = {"content": IMAGE_TOKEN, **flags}
     template = _read_chat_template(source, config)
     for name in OTHER_TOKENIZER_FILES:
         if (source / name).is_file():
@@ -97,14 +104,47 @@ def write_tokenizer(folder: Path, source: Path) -> int:
     _write_tokenizer_config(folder, config)
     (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     shutil.rmtree(folder / ".tokenizer", ignore_errors=True)
-    return image_token_id
+    return ids
 
 
-def _convert_slow_tokenizer(source: Path, scratch: Path) -> Path:
+def _read_tokenizer_config(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json, with the special tokens that old checkpoints keep in a file of their own."""
+    config = read_json(folder / TOKENIZER_FILE, "the configuration of a tokenizer")
+    if (folder / SPECIAL_TOKENS_FILE).is_file():
+        special = read_json(folder / SPECIAL_TOKENS_FILE, "the special tokens of a tokenizer")
+        for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
+            if config.get(name) is None and special.get(name) is not None:
+                config[name] = special[name]
+    return config
+
+
+def _add_token(tokenizer: dict[str, Any], config: dict[str, Any], token: str) -> int:
+    """The id of a special token, which is added after all others if the tokenizer has none of that name."""
+    vocabulary = tokenizer["model"]["vocab"]
+    if isinstance(vocabulary, list):  # a unigram model has [piece, score] in the order of the ids
+        vocabulary = {piece: index for index, (piece, _) in enumerate(vocabulary)}
+    added = {entry["content"]: entry["id"] for entry in tokenizer["added_tokens"]}
+    number = (vocabulary | added).get(token, max([*vocabulary.values(), *added.values()]) + 1)
+    if token not in added:
+        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+        tokenizer["added_tokens"].append({"id": number, "content": token, **flags})
+        if "added_tokens_decoder" in config:
+            config["added_tokens_decoder"][str(number)] = {"content": token, **flags}
+    return number
+
+
+def _convert_slow_tokenizer(source: Path, scratch: Path, text_config: PretrainedConfig | None) -> Path:
     """tokenizer.json and its configuration for a language model that has only the older files."""
+    if (source / "tokenizer.model").is_file():
+        for module, package in (("sentencepiece", "sentencepiece"), ("google.protobuf", "protobuf")):
+            try:
+                importlib.import_module(module)
+            except ImportError:
+                raise missing_extra(package, "original", f"reading {source / 'tokenizer.model'}") from None
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, use_fast=True)
-        tokenizer.save_pretrained(scratch)
+        with quiet_transformers():
+            tokenizer = AutoTokenizer.from_pretrained(source, config=text_config, use_fast=True)
+            tokenizer.save_pretrained(scratch)
     except Exception as error:  # every tokenizer class has its own way to fail on missing files
         raise InputError(
             f"There is no tokenizer in {source} that transformers can read ({type(error).__name__}: "
@@ -114,7 +154,31 @@ def _convert_slow_tokenizer(source: Path, scratch: Path) -> Path:
         raise InputError(
             f"The tokenizer in {source} has no fast form (tokenizer.json). Use a language model that has one."
         )
+    if (source / "tokenizer.model").is_file():
+        _settle_sentencepiece(source, scratch)
     return scratch
+
+
+def _settle_sentencepiece(source: Path, folder: Path) -> None:
+    """Let a converted Llama tokenizer's tokenizer.json say everything, and split prompts as LLaVA did in training.
+
+    LLaVA tokenizes what follows an image as a text of its own (llava/mm_utils.py, tokenizer_image_token): "\\n" after
+    `<image>` starts with a space piece, as every text does; after other special tokens only a `legacy` tokenizer puts
+    one. The class LlamaTokenizer is not named, as it would make rules of its own in each transformers line.
+    """
+    tokenizer = read_json(folder / "tokenizer.json", "a converted tokenizer")
+    first = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}
+    if tokenizer["normalizer"] is None and tokenizer["pre_tokenizer"] == first:
+        space = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+        if read_json(source / TOKENIZER_FILE, "the configuration of a tokenizer").get("legacy", True):
+            prepend = {"type": "Prepend", "prepend": "▁"}
+            tokenizer |= {"normalizer": {"type": "Sequence", "normalizers": [prepend, space]}, "pre_tokenizer": None}
+        else:
+            tokenizer["normalizer"] = {"type": "Replace", "pattern": {"Regex": r"\A\n"}, "content": " \n"}
+        write_json(folder / "tokenizer.json", tokenizer)
+    config = read_json(folder / TOKENIZER_FILE, "a converted tokenizer's configuration")
+    config = {key: value for key, value in config.items() if key not in SENTENCEPIECE_FIELDS}
+    write_json(folder / TOKENIZER_FILE, {**config, "tokenizer_class": "PreTrainedTokenizerFast"})
 
 
 def _write_tokenizer_config(folder: Path, config: dict[str, Any]) -> None:

@@ -257,3 +257,17 @@ def test_a_tokenizer_without_a_fast_file_is_converted(tmp_path, photo):
     if OTHER.is_file():
         run_reader(OTHER, photo, [], [folder])
         assert json.loads((tmp_path / "llava.json").read_text()) == report
+
+
+def test_pickled_parts_make_the_same_files(tmp_path):
+    vision, text = write_vision(tmp_path / "vision"), write_text(tmp_path / "text", vocabulary=16, shard="20KB")
+    safe = assemble(tmp_path / "safe", str(vision), str(text))
+    for folder in (vision, text):
+        tensors = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+        for file in folder.glob("*.safetensors*"):
+            file.unlink()
+        torch.save(tensors, folder / "pytorch_model.bin")
+    pickled = assemble(tmp_path / "pickled", str(vision), str(text))
+    expected, written = load_file(safe / "model.safetensors"), load_file(pickled / "model.safetensors")
+    assert set(written) == set(expected)
+    assert all(torch.equal(written[name], tensor) for name, tensor in expected.items())

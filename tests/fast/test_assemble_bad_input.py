@@ -17,7 +17,7 @@ def edit_json(path, **fields):
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
-def pickle_only(folder):
+def misname(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
@@ -38,8 +38,8 @@ def replace_model(folder, model):
 
 
 BAD = {
-    "vision pickled": ("pickled", lambda v, t: pickle_only(v)),
-    "text pickled": ("pickled", lambda v, t: pickle_only(t)),
+    "vision no .bin": ("vision/pytorch_model.bin is not in the zip format", lambda v, t: misname(v)),
+    "text no .bin": ("text/pytorch_model.bin is not in the zip format", lambda v, t: misname(t)),
     "text quantised": (
         "quantised .gptq",
         lambda v, t: edit_json(t / "config.json", quantization_config={"quant_method": "gptq"}),
