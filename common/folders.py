@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from llava_norm_align.common.errors import InputError
@@ -60,9 +60,8 @@ def new_folder(target: Path, overwrite: bool = False, sources: tuple[Path, ...] 
     """
     check_target(target, overwrite, sources)
     target = target.resolve()
-    target.parent.mkdir(parents=True, exist_ok=True)
     writing = target.with_name(f".{target.name}.writing")
-    with _locked(target):
+    with _parents_of(target), locked(target):
         shutil.rmtree(writing, ignore_errors=True)
         try:
             writing.mkdir()
@@ -77,7 +76,21 @@ def new_folder(target: Path, overwrite: bool = False, sources: tuple[Path, ...] 
 
 
 @contextmanager
-def _locked(target: Path) -> Iterator[None]:
+def _parents_of(target: Path) -> Iterator[None]:
+    """Make the folders above `target`; if the block fails, those that were made go again."""
+    made = [parent for parent in target.parents if not parent.exists()]
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        for parent in made:
+            with suppress(OSError):  # it is in use by now
+                parent.rmdir()
+        raise
+
+
+@contextmanager
+def locked(target: Path) -> Iterator[None]:
     """Hold a lock file beside `target`; the lock ends with the process, so a killed run blocks nobody."""
     path = target.with_name(f".{target.name}.lock")
     while True:

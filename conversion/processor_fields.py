@@ -48,19 +48,38 @@ def _sides(size: int | list[int] | tuple[int, ...]) -> tuple[int, int]:
 
 
 def processor_fields(config: PretrainedConfig) -> dict[str, Any]:
-    """The fields of LlavaProcessor that decide how many image tokens a prompt gets, from the model's own config."""
-    fields: dict[str, Any] = {"vision_feature_select_strategy": config.vision_feature_select_strategy}
+    """The processor's fields that decide how many image tokens a prompt gets, from the model's own config."""
+    # VipLLaVA has no such field: it always leaves out the first token
+    strategy = getattr(config, "vision_feature_select_strategy", "default")
+    fields: dict[str, Any] = {
+        "processor_class": processor_class(config),
+        "vision_feature_select_strategy": strategy,
+    }
     additional = count_additional_tokens(config.vision_config)
-    if additional is not None:
-        fields |= {
-            "patch_size": _sides(config.vision_config.patch_size)[0],
-            "num_additional_image_tokens": additional,
-        }
-    return fields
+    if additional is None:
+        return fields
+    (height, width), (patch_height, patch_width) = map(
+        _sides, (config.vision_config.image_size, config.vision_config.patch_size)
+    )
+    if fields["processor_class"] == "LlavaOnevisionProcessor":
+        patches = (height // patch_height) * (width // patch_width)
+        return fields | {"num_image_tokens": patches + additional}
+    return fields | {"patch_size": patch_height, "num_additional_image_tokens": additional}
 
 
-def check_processor_files(folder: Path) -> None:
-    """InputError if a JSON file of the processor or tokenizer in `folder` is broken; none of them must exist."""
+def processor_class(config: PretrainedConfig) -> str:
+    """The processor of a family; LLaVA with a Pixtral tower has another, which is never changed."""
+    family = config.model_type.removesuffix("_norm_align")
+    return {"llava_next": "LlavaNextProcessor", "llava_onevision": "LlavaOnevisionProcessor"}.get(
+        family, "LlavaProcessor"
+    )
+
+
+def check_processor_files(folder: Path, config: PretrainedConfig) -> None:
+    """InputError if a JSON file of the processor or tokenizer in `folder` is broken; none of them must exist.
+
+    The tokenizer must give the image token the id that `config` has for it.
+    """
     for path in (folder / name for name in JSON_FILES):
         content = read_json(path, "a part of the processor") if path.is_file() else {}
         if path.name in (PROCESSOR_FILE, IMAGE_PROCESSOR_FILE):
@@ -69,6 +88,38 @@ def check_processor_files(folder: Path) -> None:
                 raise InputError(f"image_processor in {path} is {json.dumps(nested)[:80]}; an object was expected.")
             check_size(path, content.get("size"))
             check_size(path, nested.get("size"))
+    if not (folder / "tokenizer.json").is_file():
+        return
+    token, ids = image_token(folder), token_ids(folder / "tokenizer.json")
+    if ids.get(token) != config.image_token_id:
+        found = f"the id {ids[token]}" if token in ids else "no id"
+        raise InputError(
+            f"The tokenizer in {folder / 'tokenizer.json'} gives the image token {token} {found}, but "
+            f"image_token_index in config.json is {config.image_token_id}. They must be the same: correct "
+            "config.json, or download the model again."
+        )
+
+
+def image_token(folder: Path) -> str:
+    """The placeholder of an image in a prompt: what the processor's files say, else `<image>`."""
+    for name in (PROCESSOR_FILE, TOKENIZER_FILE):
+        content = read_json(folder / name, "a part of the processor") if (folder / name).is_file() else {}
+        token = content.get("image_token")
+        if token:
+            return token["content"] if isinstance(token, dict) else token
+    return "<image>"
+
+
+def token_ids(tokenizer: Path) -> dict[str, int]:
+    """The id of every token in a tokenizer.json. InputError if it does not say."""
+    content = read_json(tokenizer, "the tokenizer of a language model")
+    try:
+        vocabulary = content["model"]["vocab"]
+        if isinstance(vocabulary, list):  # a unigram model has [piece, score] in the order of the ids
+            vocabulary = {piece: index for index, (piece, _) in enumerate(vocabulary)}
+        return vocabulary | {token["content"]: token["id"] for token in content["added_tokens"]}
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{tokenizer} is broken ({error!r}). Download the language model again.") from None
 
 
 def check_size(path: Path, size: Any) -> None:
@@ -84,9 +135,9 @@ def check_size(path: Path, size: Any) -> None:
 def complete_processor_files(folder: Path, config: PretrainedConfig) -> list[str]:
     """Write the LLaVA fields into the processor files of `folder`; returns what was changed, in words.
 
-    Without them LlavaProcessor fails, or counts one image token too few. With `processor_class`, 4.57's AutoProcessor
-    does not ask about the remote code in config.json. `crop_size` is what vLLM reads for every tower. Files of another
-    processor class (Pixtral's) and folders without an image processor are left as they are.
+    Without them the processor fails, or counts one image token too few. With `processor_class`, 4.57's AutoProcessor
+    does not ask about the remote code in config.json. `crop_size` is what vLLM reads for LLaVA with every tower. Files
+    of another processor class (Pixtral's) and folders without an image processor are left as they are.
     """
     processor, image_processor, tokenizer = (
         read_json(folder / name, "a part of the processor") if (folder / name).is_file() else {}
@@ -98,15 +149,16 @@ def complete_processor_files(folder: Path, config: PretrainedConfig) -> list[str
         for content in (processor, image_processor, tokenizer)
         if content.get("processor_class")
     ]
-    if not (image_processor or nested) or (classes and classes[0] != "LlavaProcessor"):
+    if not (image_processor or nested) or (classes and classes[0] != processor_class(config)):
         return []
     changes = []
-    for name, value in {"processor_class": "LlavaProcessor", **processor_fields(config)}.items():
+    for name, value in processor_fields(config).items():
         if processor.get(name) != value:
             changes.append(f"{PROCESSOR_FILE}: {name} {json.dumps(processor.get(name))} -> {json.dumps(value)}")
             processor[name] = value
     for content, name in ((nested, PROCESSOR_FILE), (image_processor, IMAGE_PROCESSOR_FILE)):
-        if content.get("size") and not content.get("crop_size"):
+        plain = processor_class(config) == "LlavaProcessor"
+        if plain and content.get("size") and not content.get("crop_size"):
             content["crop_size"] = _crop_size(content["size"])
             changes.append(f"{name}: crop_size null -> {json.dumps(content['crop_size'])}")
     if changes:

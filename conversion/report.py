@@ -7,6 +7,7 @@ on standard output. It ends with its parent, which keeps the input open.
 import gc
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
@@ -23,11 +24,11 @@ from transformers import GenerationConfig, PreTrainedModel, ProcessorMixin
 
 from llava_norm_align.common.errors import CheckFailed, InputError, missing_extra
 from llava_norm_align.common.images import open_image
-from llava_norm_align.common.loading import load_processor
+from llava_norm_align.common.loading import load_config, load_processor
 from llava_norm_align.common.prompts import prepare_inputs
 from llava_norm_align.conversion.source import read_source
 from llava_norm_align.diagnosis.norms import layer0_norms
-from llava_norm_align.modeling import LlavaNormAlignForConditionalGeneration
+from llava_norm_align.modeling.families import FAMILIES
 
 SAMPLE_PHOTOS = (
     "astronaut.png",
@@ -84,13 +85,13 @@ def run_job(job: dict[str, Any], bars: TextIO | None = None) -> dict[str, Any]:
     source, target, images = Path(job["source"]), Path(job["target"]), [Path(path) for path in job["images"]]
     if job["task"] == "projector_norm":
         return {"projector_norm": projector_norm(source, load_processor(target), images)}
-    return compare_models(source, target, images, bars)
+    return compare_models(source, target, images, bars, job.get("text_target"))
 
 
 @torch.no_grad()
 def projector_norm(source: Path, processor: ProcessorMixin, images: Sequence[Path]) -> float:
     """Mean L2 norm of the output of a stock LLaVA's projector, over all visual tokens of all `images`."""
-    model, norms = load_stock(source), []
+    model, norms = load(source), []
     model.model.multi_modal_projector.register_forward_hook(
         lambda module, args, output: norms.append(torch.linalg.vector_norm(output.double(), dim=-1).flatten())
     )
@@ -100,7 +101,9 @@ def projector_norm(source: Path, processor: ProcessorMixin, images: Sequence[Pat
 
 
 @torch.no_grad()
-def compare_models(source: Path, target: Path, images: Sequence[Path], bars: TextIO | None = None) -> dict[str, Any]:
+def compare_models(
+    source: Path, target: Path, images: Sequence[Path], bars: TextIO | None = None, text_target: float | None = None
+) -> dict[str, Any]:
     """Compare a stock LLaVA with its converted folder; one model is in memory at a time.
 
     text_logits_equal: whether the logits of all positions of the text-only prompts are bit-equal.
@@ -108,46 +111,63 @@ def compare_models(source: Path, target: Path, images: Sequence[Path], bars: Tex
     kl_nats: mean over image prompts of KL(source || target) of the next token at the end of the prompt.
     top1_agreement: the share of answer positions at which both put the same token first, when both read the source's
     own greedy answer of up to 16 tokens (teacher forcing); positions of all prompts weigh the same. The answer holds
-    no image placeholder. `bars`: where progress bars go, if that is a terminal; None for standard error.
+    no image placeholder.
+    same_answers: the prompts to which both give the same greedy answer, token for token.
+    starts: of a norm with a gain, the last three for both starts, "text" (at `text_target`, if there is one) and
+    "visual" (at the source's mean visual norm), whichever was written. `bars`: where progress bars go, if that is a
+    terminal; None for standard error.
     """
     processor = load_processor(target)  # the source's may lack the fields that count image tokens
-    model = load_stock(source)
+    model, number = load(source), len(images) * len(QUESTIONS)
+
+    def prompts(what: str) -> Iterable[dict[str, torch.Tensor]]:
+        inputs = image_prompts(model, processor, images, QUESTIONS)
+        return tqdm(inputs, total=number, desc=f"report: {what}", file=bars, disable=None)
+
     texts = text_prompts(model, processor)
-    prompts = list(image_prompts(model, processor, images, QUESTIONS))
-    answers = [
-        greedy_answer(model, inputs) for inputs in tqdm(prompts, desc="report: answers", file=bars, disable=None)
-    ]
-    before = observe(model, texts, tqdm(prompts, desc="report: source", file=bars, disable=None), answers)
+    answers = [greedy_answer(model, inputs) for inputs in prompts("answers")]
+    text_logits = [model(**inputs).logits.cpu() for inputs in texts]
+    norms = {"source": mean_norms(model, prompts("norms"))}
+    before = read_answers(model, prompts("source"), answers)
     del model
     gc.collect()
-    model = to_device(LlavaNormAlignForConditionalGeneration.from_pretrained(target, dtype="auto"))
-    after = observe(model, texts, tqdm(prompts, desc="report: target", file=bars, disable=None), answers)
-
-    kl = [
-        torch.nn.functional.kl_div(new, old, log_target=True, reduction="sum").item()
-        for old, new in zip(before["next_logprobs"], after["next_logprobs"], strict=True)
-    ]
-    same = torch.cat(before["top1"]) == torch.cat(after["top1"])
+    model = load(target)
+    norms["target"] = mean_norms(model, prompts("norms"))
+    equal = all(torch.equal(model(**inputs).logits.cpu(), old) for inputs, old in zip(texts, text_logits, strict=True))
+    agreement = compare_answers(before, read_answers(model, prompts("target"), answers))
+    starts = {}
+    gain = getattr(getattr(model.model.multi_modal_projector, "align_norm", None), "weight", None)
+    if gain is not None:
+        for name, start in (("text", text_target), ("visual", norms["source"]["visual"])):
+            if start is not None:
+                gain.fill_(start / math.sqrt(len(gain)))
+                starts[name] = {
+                    "target_norm": start,
+                    **compare_answers(before, read_answers(model, prompts(f"start at {start:.3g}"), answers)),
+                }
     return {
         "images": [path.name for path in images],
         "questions": list(QUESTIONS),
         "text_prompts": len(texts),
-        "image_prompts": len(prompts),
-        "text_logits_equal": all(map(torch.equal, before["text_logits"], after["text_logits"])),
-        "layer0_norms": {"source": before["layer0_norms"], "target": after["layer0_norms"]},
-        "kl_nats": sum(kl) / len(kl),
-        "answer_positions": len(same),
-        "top1_agreement": same.double().mean().item(),
+        "image_prompts": number,
+        "text_logits_equal": equal,
+        "layer0_norms": norms,
+        **agreement,
+        "starts": starts,
     }
 
 
-def load_stock(folder: Path) -> PreTrainedModel:
-    """A stock LLaVA through our class without a norm: the stock class of 4.57 misreads checkpoints that 5 saved."""
-    config = read_source(folder).config
-    return to_device(LlavaNormAlignForConditionalGeneration.from_pretrained(folder, config=config, dtype="auto"))
+def load(folder: Path) -> PreTrainedModel:
+    """A stock or a norm-aligned LLaVA in eval mode, on a GPU if there is one.
 
-
-def to_device(model: PreTrainedModel) -> PreTrainedModel:
+    A stock one loads through our class without a norm: the stock class of 4.57 misreads checkpoints that 5 saved.
+    """
+    kind = load_config(folder)["model_type"]
+    if kind in FAMILIES:
+        source = read_source(folder)
+        model = source.model_class.from_pretrained(folder, config=source.config, dtype="auto")
+    else:
+        model = FAMILIES[kind.removesuffix("_norm_align")].from_pretrained(folder, dtype="auto")
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 
@@ -188,33 +208,46 @@ def greedy_answer(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> to
     return model.generate(**inputs, generation_config=settings)[:, inputs["input_ids"].shape[1] :]
 
 
-def observe(
-    model: PreTrainedModel,
-    texts: Sequence[dict[str, torch.Tensor]],
-    prompts: Iterable[dict[str, torch.Tensor]],
-    answers: Sequence[torch.Tensor],
-) -> dict[str, Any]:
-    """Text-only logits, mean norms at layer 0, and per prompt the next token's log probabilities [vocabulary] and the
-    first choice at each answer position [answer tokens].
-    """
+def mean_norms(model: PreTrainedModel, prompts: Iterable[dict[str, torch.Tensor]]) -> dict[str, float]:
+    """Mean L2 norm of visual and of text tokens at the input of decoder layer 0."""
     norms: dict[str, list[torch.Tensor]] = {"visual": [], "text": []}
-    next_logprobs, top1 = [], []
-    for inputs, answer in zip(prompts, answers, strict=True):
+    for inputs in prompts:
         for kind, values in layer0_norms(model, inputs).items():
             norms[kind].append(values)
+    return {kind: torch.cat(values).mean().item() for kind, values in norms.items()}
+
+
+def read_answers(
+    model: PreTrainedModel, prompts: Iterable[dict[str, torch.Tensor]], answers: Sequence[torch.Tensor]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Of each prompt followed by its answer: the log probabilities of the next token at the end of the prompt
+    [vocabulary], and the first choice at each position of the answer [answer tokens].
+    """
+    read = []
+    for inputs, answer in zip(prompts, answers, strict=True):
         length = answer.shape[1]
         forced = inputs | {
             "input_ids": torch.cat([inputs["input_ids"], answer], dim=1),
             "attention_mask": torch.cat([inputs["attention_mask"], torch.ones_like(answer)], dim=1),
         }
         logits = model(**forced).logits[0, -length - 1 : -1]
-        next_logprobs.append(torch.log_softmax(logits[0].double(), dim=-1).cpu())
-        top1.append(logits.argmax(-1).cpu())
+        read.append((torch.log_softmax(logits[0].double(), dim=-1).cpu(), logits.argmax(-1).cpu()))
+    return read
+
+
+def compare_answers(
+    before: Sequence[tuple[torch.Tensor, torch.Tensor]], after: Sequence[tuple[torch.Tensor, torch.Tensor]]
+) -> dict[str, Any]:
+    """kl_nats, top1_agreement with its number of positions, and same_answers; see compare_models."""
+    kl, same = [], []
+    for (old, old_top), (new, new_top) in zip(before, after, strict=True):
+        kl.append(torch.nn.functional.kl_div(new, old, log_target=True, reduction="sum").item())
+        same.append(old_top == new_top)
     return {
-        "text_logits": [model(**inputs).logits.cpu() for inputs in texts],
-        "layer0_norms": {kind: torch.cat(values).mean().item() for kind, values in norms.items()},
-        "next_logprobs": next_logprobs,
-        "top1": top1,
+        "kl_nats": sum(kl) / len(kl),
+        "answer_positions": len(torch.cat(same)),
+        "top1_agreement": torch.cat(same).double().mean().item(),
+        "same_answers": sum(bool(one.all()) for one in same),
     }
 
 

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
-import llava_norm_align
 from llava_norm_align.common.errors import InputError
 from llava_norm_align.common.loading import first_line, load_config
-from llava_norm_align.common.weights import BLOCK, StoredTensor, StoredWeights, read_weights
-from llava_norm_align.configuration import LlavaNormAlignConfig
+from llava_norm_align.common.weights import BLOCK, StoredTensor, StoredWeights, is_alias, read_weights
+from llava_norm_align.modeling.families import FAMILIES
 
 # old layout: language_model.model.* and vision_tower.*; new layout: model.language_model.* and model.vision_tower.*
 TABLE_NAME = re.compile(
@@ -22,6 +21,13 @@ TABLE_NAME = re.compile(
 PROJECTOR_NAME = re.compile(r"((?:model\.)?multi_modal_projector\.)linear_1\.weight")
 HEAD_NAME = re.compile(r"(language_model\.)?lm_head\.weight")
 QUANTISED_DTYPE = re.compile(r"[IU](8|16|32)|F[468]_.*")
+VIDEO_MODELS = ("video_llava", "llava_next_video")
+EXAMPLES = {
+    "llava": "llava-hf/llava-1.5-7b-hf",
+    "llava_next": "llava-hf/llava-v1.6-mistral-7b-hf",
+    "llava_onevision": "llava-hf/llava-onevision-qwen2-0.5b-ov-hf",
+    "vipllava": "llava-hf/vip-llava-7b-hf",
+}
 
 
 @dataclass(frozen=True)
@@ -29,12 +35,18 @@ class Source:
     """A stock LLaVA folder: its config.json as it is, as a config object, and where its tensors lie."""
 
     folder: Path
+    kind: str  # its model_type, a key of FAMILIES
     raw_config: dict[str, Any]
-    config: PretrainedConfig  # with norm_align_type "none": the stock model
+    config: PretrainedConfig  # of our class, with norm_align_type "none": the stock model
     weights: StoredWeights
     table: StoredTensor  # the text embeddings
     projector_prefix: str  # the norm's tensors follow the layout of the others
-    head_is_tied: bool  # the files hold no lm_head
+    head_is_tied: bool  # the files hold no lm_head of its own
+
+    @property
+    def model_class(self) -> type[PreTrainedModel]:
+        """Our class for this family."""
+        return FAMILIES[self.kind]
 
     @property
     def nbytes(self) -> int:
@@ -42,10 +54,16 @@ class Source:
 
 
 def read_source(folder: Path) -> Source:
-    """Read the headers of a LLaVA folder. InputError for all but a stock, unquantised LLaVA in safetensors."""
+    """Read the headers of a LLaVA folder. InputError for all but a stock, unquantised model of one of FAMILIES."""
+    if (folder / "adapter_config.json").is_file():
+        raise InputError(
+            f"{folder} holds a PEFT adapter (adapter_config.json). Merge it into its base model first "
+            "(merge_and_unload, save_pretrained), then convert the result."
+        )
     raw_config = load_config(folder)
-    _check_kind(folder, raw_config)
+    kind = _check_kind(folder, raw_config)
     config = _parse_config(folder, raw_config)
+    _check_image_token(folder, config)
     _check_feature_layer(folder, config)
     weights = read_weights(folder)
     _check_not_quantised(folder, raw_config, weights)
@@ -58,7 +76,7 @@ def read_source(folder: Path) -> Source:
     head_is_tied = _check_head(folder, raw_config, config, weights, table)
     if head_is_tied:  # 4.57 reads only the flag in text_config
         config.tie_word_embeddings = config.text_config.tie_word_embeddings = True
-    return Source(folder, raw_config, config, weights, table, prefix, head_is_tied)
+    return Source(folder, kind, raw_config, config, weights, table, prefix, head_is_tied)
 
 
 def _check_head(
@@ -72,12 +90,14 @@ def _check_head(
     tied_in_text = bool(raw_config["text_config"].get("tie_word_embeddings", text_default))
     tied = tied_in_text or bool(raw_config.get("tie_word_embeddings"))
     head = next((tensor for name, tensor in weights.tensors.items() if HEAD_NAME.fullmatch(name)), None)
+    if head is not None and is_alias(head, table):  # a .bin keeps one tensor under both names
+        return True
     if head is None and not tied:
         raise InputError(
             f"The weights in {folder} have no lm_head.weight, and config.json does not tie it to the text embeddings "
             "(tie_word_embeddings). Use a complete checkpoint, or set the flag if the model was trained with it."
         )
-    if head is not None and tied_in_text and not _same_bytes(head, table):
+    if head is not None and tied_in_text and not same_bytes(head, table):
         raise InputError(
             f"text_config in {folder / 'config.json'} ties lm_head to the text embeddings (tie_word_embeddings), but "
             f"{head.name} differs from them: transformers 4.57 would use the embeddings, 5 the head. Set the flag to "
@@ -86,7 +106,8 @@ def _check_head(
     return head is None
 
 
-def _same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
+def same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
+    """Whether two stored tensors have the same dtype, shape and bytes; read in blocks."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     with one.file.open("rb") as first, other.file.open("rb") as second:
@@ -101,59 +122,64 @@ def _same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
     return True
 
 
-def _check_kind(folder: Path, config: dict[str, Any]) -> None:
+def _check_kind(folder: Path, config: dict[str, Any]) -> str:
+    """The family of the model. InputError, with what to do instead, for everything else."""
     kind = config["model_type"]
-    if kind == "llava_norm_align":
-        raise InputError(
-            f"{folder} is already converted (model_type llava_norm_align). Name the stock LLaVA it came from."
-        )
-    if (folder / "adapter_config.json").is_file():
-        raise InputError(
-            f"{folder} holds a PEFT adapter beside the model. Merge the adapter first, then convert the result."
-        )
-    if kind == "llava" and ("text_config" in config and "vision_config" in config):
+    if kind.endswith("_norm_align") and kind.removesuffix("_norm_align") in FAMILIES:
+        raise InputError(f"{folder} is already converted (model_type {kind}). Name the stock LLaVA it came from.")
+    if kind in FAMILIES:
         for name in ("text_config", "vision_config"):
-            if not isinstance(config[name], dict):
+            if not isinstance(config.get(name), dict):
                 raise InputError(
-                    f"{name} in {folder / 'config.json'} is {json.dumps(config[name])[:80]}, but an object was "
+                    f"{name} in {folder / 'config.json'} is {json.dumps(config.get(name))[:80]}, but an object was "
                     "expected: the configuration of that part. Download the model again."
                 )
-        return
-    if kind == "llava":
-        raise InputError(
-            f"{folder / 'config.json'} has no text_config or no vision_config, as in the original LLaVA "
-            "repository's layout; the transformers layout was expected. Use a llava-hf checkpoint, such as "
-            "llava-hf/llava-1.5-7b-hf."
-        )
+        return kind
     names = config.get("architectures")
     classes = ", ".join(map(str, names)) if names and isinstance(names, list) else "no architectures named"
-    if kind.startswith("llava") or kind in ("vipllava", "video_llava"):
+    if kind in VIDEO_MODELS:
         raise InputError(
-            f"{folder} is a {kind} model ({classes}), a relative of LLaVA that is not supported yet: version "
-            f"{llava_norm_align.__version__} converts model_type llava. Use one such as llava-hf/llava-1.5-7b-hf."
+            f"{folder} is a video model ({kind}, {classes}), whose frames pass a pooling or merging of their own; "
+            f"only image models are converted: {', '.join(FAMILIES)}. Use one such as {EXAMPLES['llava_onevision']}."
+        )
+    if "tinyllava" in kind.replace("_", "").lower() or "TinyLlava" in classes:
+        raise InputError(
+            f"{folder} is a TinyLLaVA ({kind}, {classes}), whose code and connector are its own. Put its parts "
+            "together as a LLaVA with `llava-norm-align assemble --vision TOWER --text LLM`, and train that."
         )
     raise InputError(
-        f"{folder} is not a LLaVA: its config.json says model_type {kind} ({classes}). "
-        "Use a checkpoint of model_type llava, such as llava-hf/llava-1.5-7b-hf."
+        f"{folder} is not a LLaVA: its config.json says model_type {kind} ({classes}), but one of "
+        f"{', '.join(FAMILIES)} was expected. Use a checkpoint such as {EXAMPLES['llava']}."
     )
 
 
 def _parse_config(folder: Path, raw_config: dict[str, Any]) -> PretrainedConfig:
     content = {key: value for key, value in raw_config.items() if key not in ("model_type", "auto_map")}
     try:
-        return LlavaNormAlignConfig.from_dict({**content, "norm_align_type": "none"})
+        return FAMILIES[raw_config["model_type"]].config_class.from_dict({**content, "norm_align_type": "none"})
     except Exception as error:  # config classes raise whatever their fields lead to; in 5 also validation errors
         raise InputError(
-            f"transformers {transformers.__version__} cannot read {folder / 'config.json'} as a LLaVA "
-            f"({type(error).__name__}: {first_line(error)}). Check text_config and vision_config, or install a newer "
-            "transformers."
+            f"transformers {transformers.__version__} cannot read {folder / 'config.json'} as a "
+            f"{raw_config['model_type']} ({type(error).__name__}: {first_line(error)}). Check text_config and "
+            "vision_config, or install a newer transformers."
         ) from error
+
+
+def _check_image_token(folder: Path, config: PretrainedConfig) -> None:
+    """The image placeholder must be a row of the text table, which is looked up before the images take its place."""
+    token, rows = config.image_token_id, config.text_config.vocab_size
+    if not (isinstance(token, int) and 0 <= token < rows):
+        raise InputError(
+            f"The image token in {folder / 'config.json'} (image_token_index) is {token!r}, but the text table has "
+            f"{rows} rows: a number from 0 to {rows - 1} was expected, the tokenizer's id of the image token. "
+            "Correct it or download it again."
+        )
 
 
 def _check_feature_layer(folder: Path, config: PretrainedConfig) -> None:
     """The hidden states that LLaVA takes must be among those of the tower: its input and one after each layer."""
     layers = getattr(config.vision_config, "num_hidden_layers", None)
-    chosen = config.vision_feature_layer
+    chosen = getattr(config, "vision_feature_layers", None) or config.vision_feature_layer  # VipLLaVA in 4.57
     for layer in chosen if isinstance(chosen, (list, tuple)) else [chosen]:
         if layers is not None and not (isinstance(layer, int) and -layers - 1 <= layer <= layers):
             raise InputError(

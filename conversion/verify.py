@@ -2,17 +2,16 @@
 
 import logging
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from llava_norm_align.common.errors import CheckFailed
-from llava_norm_align.common.results import sha256_file
 from llava_norm_align.modeling import LlavaNormAlignForConditionalGeneration
 
 
@@ -30,27 +29,19 @@ def quiet_transformers() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def check_keys(folder: Path) -> int:
-    """Load `folder` as a model without memory (meta device); returns its number of tensors.
+def check_keys(
+    folder: Path,
+    model_class: type[PreTrainedModel] = LlavaNormAlignForConditionalGeneration,
+    config: PretrainedConfig | None = None,
+) -> int:
+    """Load `folder` as a `model_class` without memory (meta device); returns its number of tensors.
 
-    transformers itself renames and compares the checkpoint's keys and shapes. RuntimeError, from the model's guard,
-    if one is missing, left over or of another shape.
+    `config` takes the place of the folder's config.json. transformers itself renames and compares the checkpoint's
+    keys and shapes. RuntimeError, from the model's guard, if one is missing, left over or of another shape.
     """
     with quiet_transformers():
-        model = LlavaNormAlignForConditionalGeneration.from_pretrained(folder, device_map="meta", dtype="auto")
+        model = model_class.from_pretrained(folder, config=config, device_map="meta", dtype="auto")
     return len(model.state_dict())
-
-
-def check_copies(folder: Path, digests: dict[str, str]) -> None:
-    """CheckFailed unless every file `name` in `folder` has the sha256 that its source had while it was copied."""
-    with ThreadPoolExecutor(2) as pool:  # hashing releases the interpreter's lock
-        found = dict(zip(digests, pool.map(lambda name: sha256_file(folder / name), digests), strict=True))
-    changed = [name for name, digest in digests.items() if found[name] != digest]
-    if changed:
-        raise CheckFailed(
-            f"The copy {changed[0]} differs from its source (sha256 {found[changed[0]]}, not {digests[changed[0]]}). "
-            "The disk or its memory is faulty; nothing was kept. Convert again to another disk."
-        )
 
 
 def check_norm(file: Path, prefix: str, hidden_size: int, bias: bool) -> dict[str, Any]:

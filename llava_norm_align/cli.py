@@ -4,8 +4,9 @@ import json
 import logging
 import signal
 import sys
+import time
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import transformers
 import typer
@@ -109,12 +110,28 @@ def assemble(
 
 @app.command()
 def convert(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="A LLaVA checkpoint: folder or Hub id.")],
+    source: Annotated[
+        str, typer.Argument(metavar="SRC", help="A LLaVA checkpoint (folder, Hub id) or mm_projector.bin.")
+    ],
     target: Annotated[Path, typer.Argument(metavar="DST", help="The folder to write.")],
+    vision: Annotated[
+        str | None, typer.Option(help="Vision tower (folder or Hub id) of a source in the original LLaVA layout.")
+    ] = None,
+    text: Annotated[str | None, typer.Option(help="Language model (folder or Hub id) of an mm_projector.bin.")] = None,
     norm: Annotated[str, typer.Option(help="layer_norm (the paper), rms_norm, scale or none.")] = "layer_norm",
     target_norm: Annotated[
         float | None, typer.Option("--target", help="L2 norm that visual tokens start with; default: measured.")
     ] = None,
+    start: Annotated[
+        str, typer.Option(help="Where the gain starts: text (at T, the paper) or visual (at the model's own norm).")
+    ] = "text",
+    fold: Annotated[
+        bool, typer.Option("--fold", help="Of --norm scale: into the projector; the result is stock.")
+    ] = False,
+    link: Annotated[bool, typer.Option("--link", help="Hard links to the source's weight files, no copies.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, say what would be done; no write.")
+    ] = False,
     bias: Annotated[bool, typer.Option("--bias/--no-bias", help="A bias in the norm.")] = True,
     gradient_compensation: Annotated[
         bool,
@@ -132,45 +149,29 @@ def convert(
 ) -> None:
     """Give an existing LLaVA a calibrated norm after its projector; its own weights are copied byte for byte."""
     from llava_norm_align.conversion.convert import convert as run
+    from llava_norm_align.conversion.describe import describe
 
+    imports = time.process_time()
     summary = run(
         source,
         target,
         revision=revision,
+        vision=vision,
+        text=text,
         norm_type=norm,
         target_norm=target_norm,
+        start=start,
+        fold=fold,
+        link=link,
+        dry_run=dry_run,
         bias=bias,
         gradient_compensation=gradient_compensation,
         images=image_files(images or []),
         report=report,
         overwrite=overwrite,
     )
-    typer.echo(json.dumps(summary, indent=2) if as_json else describe_conversion(summary))
-
-
-def describe_conversion(summary: dict[str, Any]) -> str:
-    """The summary of a conversion in words; the last line says what to do next."""
-    from llava_norm_align.conversion.convert import conclusion
-
-    calibration, verified, compared = (summary[key] for key in ("calibration", "verification", "report"))
-    table = calibration["table"]
-    lines = [f"Note: {note}" for note in summary["notes"]]
-    lines += [
-        f"Text table: {table['rows_used']:,} rows of mean norm {table['mean'] or 0:.4f}; "
-        f"{table['rows_left_out']:,} rows of zeros left out",
-        f"Target norm T: {calibration['target_norm']:.4f} ({calibration['target_from']})",
-        f"Verified: {verified['untouched']:,} tensors are byte for byte the source's, and the model lacks none",
-    ]
-    if compared:
-        before, after = (compared["layer0_norms"][model] for model in ("source", "target"))
-        lines += [
-            f"Norms at layer 0 on {len(compared['images'])} images: visual {before['visual']:.2f} -> "
-            f"{after['visual']:.2f}, text {after['text']:.2f}",
-            f"Text-only logits: bit-equal to the source's on {compared['text_prompts']} prompts",
-            f"With an image: KL {compared['kl_nats']:.2f} nats from the source, {compared['image_prompts']} prompts",
-        ]
-    written = f"Written: {summary['target']} in {summary['seconds']['total']:.1f} s"
-    return "\n".join([*lines, written, conclusion(summary)])
+    summary["seconds"]["imports"] = imports
+    typer.echo(json.dumps(summary, indent=2) if as_json else describe(summary))
 
 
 def image_files(paths: list[Path]) -> list[Path]:
@@ -220,6 +221,39 @@ def ask(
         )
         typer.echo()
         del network  # two large models need not fit beside each other
+
+
+@app.command()
+def doctor(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A norm-aligned model folder.")],
+    pythons: Annotated[
+        list[Path] | None,
+        typer.Option("--python", metavar="PATH", help="Another interpreter to load it in; may be repeated."),
+    ] = None,
+    repaired: Annotated[
+        bool, typer.Option("--repair", help="First repair processor fields, tokenizer class and code files.")
+    ] = False,
+    not_loaded: Annotated[bool, typer.Option("--no-load", help="Do not load the model and let it answer.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the checks as JSON and nothing else.")] = False,
+) -> None:
+    """Check a norm-aligned model folder; exit code 1 if a check fails."""
+    from llava_norm_align.conversion.doctor import examine_stepwise, repair
+
+    changes = repair(folder) if repaired else []
+    echo = (lambda line: None) if as_json else typer.echo
+    for change in changes:
+        echo(f"Repaired: {change}")
+    checks = []
+    for check in examine_stepwise(folder, load=not not_loaded, pythons=pythons or []):
+        checks.append(check)
+        echo(f"[{check.number}] {check.name}: {check.status} ({check.detail})")
+    failed = sum(check.status == "failed" for check in checks)
+    if as_json:
+        content = {"folder": str(folder), "ok": not failed, "checks": list(map(vars, checks)), "repaired": changes}
+        typer.echo(json.dumps(content, indent=2))
+    echo(f"{failed} of {len(checks)} checks failed" if failed else "No check failed")
+    if failed:
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -176,6 +176,7 @@ def test_the_verbs():
         "convert",
         "ask",
         "demo",
+        "doctor",
     }
 
 

@@ -96,16 +96,21 @@ def pickle(folder):
     (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
 
 
-ORIGINAL_LAYOUT = {"text_config": None, "vision_config": None, "mm_vision_tower": "openai/clip-vit-large-patch14-336"}
+ORIGINAL_LAYOUT = {"text_config": None, "vision_config": None, "mm_projector_type": "mlp2x_gelu", "mm_vision_tower": "openai/clip-vit-large-patch14-336"}
 BERT = {"model_type": "bert", "architectures": ["BertModel"]}
 LLM = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
-NEXT = {"model_type": "llava_next", "architectures": ["LlavaNextForConditionalGeneration"]}
+VIDEO = {"model_type": "llava_next_video", "architectures": ["LlavaNextVideoForConditionalGeneration"]}
+TINY = {"model_type": "tinyllava", "architectures": ["TinyLlavaForConditionalGeneration"]}
 
 CASES = {
     "bert": (lambda f: change_config(f, **BERT), r"not a LLaVA.*model_type bert \(BertModel\)"),
     "llm": (lambda f: change_config(f, **LLM), r"not a LLaVA.*model_type llama \(LlamaForCausalLM\)"),
-    "llava_next": (lambda f: change_config(f, **NEXT), r"llava_next model.*not supported yet: version \S+ converts"),
-    "original": (lambda f: change_config(f, **ORIGINAL_LAYOUT), "original LLaVA repository.*llava-hf"),
+    "video": (lambda f: change_config(f, **VIDEO), r"video model \(llava_next_video.*only image models are converted"),
+    "TinyLLaVA": (lambda f: change_config(f, **TINY), "is a TinyLLaVA .*assemble --vision TOWER --text LLM"),
+    "original": (
+        lambda f: change_config(f, **ORIGINAL_LAYOUT),
+        "original LLaVA repository.*Pass --vision .*such as openai/clip-vit-large-patch14-336",
+    ),
     "converted": (lambda f: change_config(f, model_type="llava_norm_align"), "already converted"),
     "adapter": (lambda f: write_json(f / "adapter_config.json", {}), "PEFT adapter"),
     "no config": (lambda f: (f / "config.json").unlink(), "There is no config.json in"),
@@ -114,7 +119,7 @@ CASES = {
     "no model type": (lambda f: change_config(f, model_type=None), "no model_type"),
     "unknown text model": (lambda f: change_config(f, text_config={"model_type": "nobodys"}), "cannot read .*nobodys"),
     "no weights": (lambda f: (f / WEIGHTS).unlink(), "no weights in .*model.safetensors"),
-    "pickled": (pickle, r"pickled \(pytorch_model.bin\).*Save it as safetensors first"),
+    "pickled": (pickle, "pytorch_model.bin is not in the zip format that torch writes"),
     "cut": (cut, "model.safetensors is cut or damaged"),
     "lying header": (lie, "model.safetensors is cut or damaged"),
     "not safetensors": (lambda f: (f / WEIGHTS).write_text("<html>"), "cut or damaged"),

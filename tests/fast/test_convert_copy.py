@@ -1,21 +1,21 @@
 """convert: what a copy leaves behind when it is killed, stopped or faulty, and the files' permissions."""
 
-import contextlib
+import errno
+import hashlib
 import json
 import os
 import signal
 import stat
-import threading
 import warnings
+import zlib
 from types import SimpleNamespace
 
 import pytest
 
 from llava_norm_align.common.errors import CheckFailed, InputError
-from llava_norm_align.common.weights import BLOCK
 from llava_norm_align.conversion import convert as conversion
+from llava_norm_align.conversion import files, weight_files
 from llava_norm_align.conversion.convert import convert
-from llava_norm_align.conversion.files import copy_with_digests
 from tests.helpers.convert import tiny_llava
 
 
@@ -26,7 +26,6 @@ def test_a_kill_during_the_copy_leaves_the_old_folder_and_no_obstacle(tmp_path, 
 
     def killed(copies, folder):
         name = next(iter(copies))
-        (folder / name).unlink()
         (folder / name).write_bytes(copies[name].read_bytes()[:1000])
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -35,7 +34,7 @@ def test_a_kill_during_the_copy_leaves_the_old_folder_and_no_obstacle(tmp_path, 
         child = os.fork()
     if child == 0:
         try:
-            monkeypatch.setattr(conversion, "copy_with_digests", killed)
+            monkeypatch.setattr(weight_files, "copy_with_checksums", killed)
             convert(str(source), target, report=False, overwrite=True, target_norm=2.0)
         finally:
             os._exit(0)
@@ -49,7 +48,7 @@ def test_a_kill_during_the_copy_leaves_the_old_folder_and_no_obstacle(tmp_path, 
 
 def test_a_copy_that_differs_from_its_source_leaves_no_folder(tmp_path, monkeypatch):
     """One bit of one block is flipped on the way to the disk, after it was read and hashed."""
-    copy = conversion.copy_with_digests
+    copy = weight_files.copy_with_checksums
 
     def faulty_disk(copies, folder):
         digests = copy(copies, folder)
@@ -59,7 +58,7 @@ def test_a_copy_that_differs_from_its_source_leaves_no_folder(tmp_path, monkeypa
         file.write_bytes(content)
         return digests
 
-    monkeypatch.setattr(conversion, "copy_with_digests", faulty_disk)
+    monkeypatch.setattr(weight_files, "copy_with_checksums", faulty_disk)
     source = tiny_llava(tmp_path / "source")
     with pytest.raises(CheckFailed, match="differs from its source"):
         convert(str(source), tmp_path / "target", report=False)
@@ -74,25 +73,38 @@ def interrupts():
     signal.signal(signal.SIGINT, before)
 
 
-def test_ctrl_c_stops_a_copy_within_a_block(tmp_path, interrupts):
-    os.mkfifo(tmp_path / "endless")
+def test_ctrl_c_stops_a_copy_within_a_block(tmp_path, interrupts, monkeypatch):
     (tmp_path / "target").mkdir()
-    written = 0
+    with (tmp_path / "source").open("wb") as file:
+        file.truncate(64 * files.BLOCK)
+    copied, copy_block = [], files._copy_block
 
-    def feed():
-        nonlocal written
-        with (tmp_path / "endless").open("wb", buffering=0) as pipe, contextlib.suppress(BrokenPipeError):
-            for number in range(500):
-                written += pipe.write(bytes(BLOCK))
-                if number == 20:
-                    os.kill(os.getpid(), signal.SIGINT)
+    def copy_and_interrupt(*args):
+        copied.append(copy_block(*args))
+        if len(copied) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return copied[-1]
 
-    feeder = threading.Thread(target=feed)
-    feeder.start()
+    monkeypatch.setattr(files, "_copy_block", copy_and_interrupt)
     with pytest.raises(KeyboardInterrupt):
-        copy_with_digests({"copy": tmp_path / "endless"}, tmp_path / "target")
-    feeder.join()
-    assert written < 400 * BLOCK
+        files.copy_with_checksums({"copy": tmp_path / "source"}, tmp_path / "target")
+    assert len(copied) < 32
+
+
+@pytest.mark.parametrize("error", [errno.EXDEV, errno.ENOSYS])
+def test_a_copy_that_the_kernel_refuses_is_read_and_written(tmp_path, monkeypatch, error):
+    content = os.urandom(3 * 2**20 + 7)
+    (tmp_path / "source").write_bytes(content)
+    (tmp_path / "target").mkdir()
+
+    def refuse(*args):
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(os, "copy_file_range", refuse)
+    checksums = files.copy_with_checksums({"copy": tmp_path / "source"}, tmp_path / "target")
+    assert (tmp_path / "target" / "copy").read_bytes() == content
+    assert checksums == {"copy": zlib.crc32(content)}
+    assert files.check_copies(tmp_path / "target", checksums) == {"copy": hashlib.sha256(content).hexdigest()}
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o077])

@@ -17,7 +17,8 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, LlavaForCon
 from llava_norm_align.common.errors import CheckFailed
 from llava_norm_align.conversion import convert as conversion
 from llava_norm_align.conversion import report
-from llava_norm_align.conversion.convert import conclusion, convert
+from llava_norm_align.conversion.convert import convert
+from llava_norm_align.conversion.describe import conclusion
 from llava_norm_align.conversion.report import run_in_fresh_process, run_job, sample_photos
 from llava_norm_align.diagnosis.norms import layer0_norms
 from tests.helpers.convert import HIDDEN, IMAGE, VOCAB, tiny_llava
@@ -122,13 +123,16 @@ def test_a_model_that_would_answer_with_an_image_is_compared_too(tmp_path, photo
 def test_a_model_that_changed_without_an_image_is_not_kept(tmp_path, photos, monkeypatch):
     """A planted fault: one weight of the language model is changed after the copy was checked."""
 
-    def change_one_weight(folder, digests):
+    def change_one_weight(folder, *args):
+        digests = check_weights(folder, *args)
         file = folder / "model-00001-of-00002.safetensors"
         tensors = load_file(file)
         tensors["language_model.model.layers.1.mlp.up_proj.weight"][0, 0] += 0.01
         save_file(tensors, file, metadata={"format": "pt"})
+        return digests
 
-    monkeypatch.setattr(conversion, "check_copies", change_one_weight)
+    check_weights = conversion.check_weights
+    monkeypatch.setattr(conversion, "check_weights", change_one_weight)
     monkeypatch.setattr(conversion, "run_in_fresh_process", run_job)
     source = tiny_llava(tmp_path / "source")
     with pytest.raises(CheckFailed, match="different logits for text without an image"):

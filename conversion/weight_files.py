@@ -1,0 +1,173 @@
+"""The weight files of a converted model: which there are, how each comes to be, and whose bytes it holds."""
+
+import errno
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from tqdm import tqdm
+
+from llava_norm_align.common.errors import CheckFailed, InputError
+from llava_norm_align.common.results import sha256_file
+from llava_norm_align.common.weights import (
+    SINGLE_FILE,
+    StoredTensor,
+    is_alias,
+    read_header,
+    write_header,
+    write_index,
+    write_renamed,
+)
+from llava_norm_align.conversion.calibration import FLOAT_DTYPES
+from llava_norm_align.conversion.files import check_copies, copy_with_checksums
+from llava_norm_align.conversion.source import HEAD_NAME, Source, same_bytes
+
+LEARNED = ("layer_norm", "rms_norm")  # the types with tensors
+
+
+@dataclass(frozen=True)
+class WeightFile:
+    """One weight file of the source in the new folder."""
+
+    name: str
+    source: Path
+    how: str  # "copy", "link" (a hard link), "rewrite" (a .bin, as safetensors)
+
+
+def plan_weights(stock: Source, fields: dict[str, Any], link: bool, fold: bool) -> list[WeightFile]:
+    """The source's weight files under the names that they get; the norm's own file, if there is one, is the last."""
+    files, norm = stock.weights.files, fields["norm_align_type"] in LEARNED
+    total = len(files) + norm
+    names = [f"model-{number:05d}-of-{total:05d}.safetensors" for number in range(1, total + 1)]
+    folded = {tensor.file for tensor in projector_output(stock)} if fold else set()
+
+    how = "rewrite" if stock.weights.pickled else "link" if link else "copy"
+    return [
+        WeightFile(name if total > 1 else SINGLE_FILE, file, "copy" if file in folded and how == "link" else how)
+        for name, file in zip(names, files, strict=False)
+    ]
+
+
+def projector_output(stock: Source) -> list[StoredTensor]:
+    """linear_2 of the projector: weight, and bias if it has one."""
+    prefix = f"{stock.projector_prefix}linear_2."
+    return [tensor for name, tensor in stock.weights.tensors.items() if name.startswith(prefix)]
+
+
+def lay_out(folder: Path, stock: Source, plan: Sequence[WeightFile], fields: dict[str, Any]) -> None:
+    """Write the norm's file and the index, with stand-ins for the source's files: checked before the bytes move."""
+    for file in plan:
+        if file.how == "rewrite":
+            with (folder / file.name).open("wb") as out:  # a header, and a hole for the bytes
+                tensors = kept_tensors(stock, file.source)
+                write_header(out, [(tensor.name, tensor) for tensor in tensors])
+                out.truncate(out.tell() + sum(tensor.nbytes for tensor in tensors))
+        else:
+            (folder / file.name).symlink_to(file.source.resolve())
+    names = [file.name for file in plan]
+    if norm := norm_tensors(stock, fields):
+        names.append(f"model-{len(plan) + 1:05d}-of-{len(plan) + 1:05d}.safetensors")
+        (folder / names[-1]).write_bytes(save(norm, metadata={"format": "pt"}))  # save_file would give it mode 0600
+    if len(names) > 1:
+        write_index(folder, [folder / name for name in names])
+
+
+def norm_tensors(stock: Source, fields: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The norm's fp32 tensors [D] under the key layout of the source: every gain T / sqrt(D), every bias 0."""
+    if fields["norm_align_type"] not in LEARNED:
+        return {}
+    size, name = stock.config.text_config.hidden_size, f"{stock.projector_prefix}align_norm"
+    tensors = {
+        f"{name}.weight": torch.full((size,), fields["norm_align_target"] / math.sqrt(size), dtype=torch.float32)
+    }
+    if fields["norm_align_bias"]:
+        tensors[f"{name}.bias"] = torch.zeros(size)
+    return tensors
+
+
+def kept_tensors(stock: Source, file: Path | None = None) -> list[StoredTensor]:
+    """The source's tensors (of one `file`), but for a head in a .bin that is only another name of the text table."""
+    tensors = [tensor for tensor in stock.weights.tensors.values() if file in (None, tensor.file)]
+    return [tensor for tensor in tensors if not (HEAD_NAME.fullmatch(tensor.name) and is_alias(tensor, stock.table))]
+
+
+def place_weights(folder: Path, stock: Source, plan: Sequence[WeightFile]) -> dict[str, int]:
+    """Put the source's bytes in the place of their stand-ins; returns the checksums of what was copied."""
+    for file in plan:
+        (folder / file.name).unlink()
+        if file.how == "link":
+            _link(file.source.resolve(), folder / file.name)
+    checksums = copy_with_checksums({file.name: file.source for file in plan if file.how == "copy"}, folder)
+    for file in tqdm(_rewritten(plan), desc="rewrite weights", unit="file", disable=None):
+        write_renamed(folder / file.name, [(tensor.name, tensor) for tensor in kept_tensors(stock, file.source)])
+    return checksums
+
+
+def check_weights(
+    folder: Path, stock: Source, plan: Sequence[WeightFile], checksums: dict[str, int]
+) -> dict[str, str]:
+    """Read back what was written, not linked; returns {file: sha256}. CheckFailed if it is not the source's bytes."""
+    digests = check_copies(folder, checksums)
+    for file in tqdm(_rewritten(plan), desc="verify", unit="file", disable=None):
+        digests[file.name] = _check_rewritten(folder / file.name, kept_tensors(stock, file.source))
+    return digests
+
+
+def fold_factor(folder: Path, stock: Source, plan: Sequence[WeightFile], factor: float) -> dict[str, str]:
+    """Multiply linear_2 of the projector by `factor` in place; returns {file: sha256} of the files it lies in."""
+    names = {file.source: file.name for file in plan}
+    for tensor in projector_output(stock):
+        _multiply(folder / names[tensor.file], tensor, factor)
+    changed = {names[tensor.file] for tensor in projector_output(stock)}
+    return {name: sha256_file(folder / name) for name in sorted(changed)}
+
+
+def _rewritten(plan: Sequence[WeightFile]) -> list[WeightFile]:
+    return [file for file in plan if file.how == "rewrite"]
+
+
+def _check_rewritten(file: Path, tensors: Sequence[StoredTensor]) -> str:
+    """The sha256 of `file`, which must hold the bytes of `tensors`."""
+    found = {tensor.name: tensor for tensor in read_header(file)}
+    for tensor in tensors:
+        if not same_bytes(tensor, found[tensor.name]):
+            raise CheckFailed(
+                f"{tensor.name} in the new {file.name} differs from {tensor.file}. The disk or its memory is faulty; "
+                "nothing was kept. Convert again to another disk."
+            )
+    return sha256_file(file)
+
+
+def _multiply(file: Path, tensor: StoredTensor, factor: float) -> None:
+    """Multiply `tensor` in `file` in place, computed in float64 and rounded to its own dtype."""
+    stored = next(found for found in read_header(file) if found.name == tensor.name)
+    dtype = FLOAT_DTYPES[tensor.dtype]
+    with file.open("r+b") as weights:
+        weights.seek(stored.offset)
+        values = torch.frombuffer(bytearray(weights.read(stored.nbytes)), dtype=dtype)
+        folded = (values.double() * factor).to(dtype)
+        if not folded.isfinite().all():
+            raise InputError(
+                f"{tensor.name} of {tensor.file} times {factor:g} is not finite in {tensor.dtype}. Leave out --fold."
+            )
+        weights.seek(stored.offset)
+        weights.write(folded.view(torch.uint8).numpy().tobytes())
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno == errno.EXDEV:
+            raise InputError(
+                f"{source} and the target lie on different file systems, which a hard link cannot join. Leave out "
+                "--link to copy, or name a target on the disk of the source."
+            ) from None
+        raise InputError(
+            f"{source} cannot be linked into the target ({os.strerror(error.errno)}). Leave out --link to copy."
+        ) from None
