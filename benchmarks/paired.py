@@ -1,6 +1,7 @@
-"""Ratios of two timings taken in turn, A B A B ..., with an interval: a figure is met, not met, or not resolved."""
+"""Ratios of timings taken in turn, A B C A B C ..., with an interval: a figure is met, not met, or not resolved."""
 
 import json
+import os
 import platform
 import random
 import statistics
@@ -23,32 +24,53 @@ def seconds(action: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-def compare(first: Callable[[], Any], second: Callable[[], Any], pairs: int) -> list[dict[str, float]]:
-    """`pairs` rows of seconds of both actions, after one call of each that is not counted."""
-    first(), second()
-    return [{"first": seconds(first), "second": seconds(second)} for _ in range(pairs)]
-
-
-def summarise(name: str, rows: list[dict[str, float]], at_most: float, **details: Any) -> dict[str, Any]:
-    """Median of first / second with a 95 % bootstrap interval over pairs; printed, and written with the raw rows."""
-    ratios = [row["first"] / row["second"] for row in rows]
-    draw = random.Random(0)
-    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(10_000))
-    low, high = medians[249], medians[9749]
-    verdict = "met" if high <= at_most else "not met" if low > at_most else "not resolved"
-    result = {
-        "name": name,
-        "ratio": statistics.median(ratios),
+def ratio(rows: list[dict[str, float]], first: str, second: str, at_most: float) -> dict[str, Any]:
+    """Median of first / second over the rows, with a 95 % bootstrap interval, against the figure `at_most`."""
+    ratios = [row[first] / row[second] for row in rows]
+    low, high = interval(ratios)
+    return {
+        "of": f"{first} / {second}",
+        "median": statistics.median(ratios),
         "interval": [low, high],
         "at_most": at_most,
-        "verdict": verdict,
+        "verdict": "met" if high <= at_most else "not met" if low > at_most else "not resolved",
+    }
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """95 % bootstrap interval of the median."""
+    draw = random.Random(0)
+    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(10_000))
+    return medians[249], medians[9749]
+
+
+def write_result(name: str, rows: list[dict[str, float]], figures: list[dict[str, Any]], **details: Any) -> None:
+    """Print the figures, and write them with the raw rows to results/NAME.json."""
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
+    result = {
+        "name": name,
+        "figures": figures,
         **details,
-        "commit": subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip(),
-        "machine": {"processor": platform.machine(), "cores": torch.get_num_threads(), "system": platform.system()},
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "commit": commit,
+        "machine": {
+            "processor": platform.machine(),
+            "cores": os.cpu_count(),
+            "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
+            "system": platform.system(),
+            "load_average": os.getloadavg()[0],
+        },
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
         "rows": rows,
     }
-    print(f"{name}: {result['ratio']:.4f} ({low:.4f} to {high:.4f}), at most {at_most}: {verdict}")
+    for figure in figures:
+        low, high = figure["interval"]
+        print(
+            f"{name}: {figure['of']} {figure['median']:.4g} ({low:.4g} to {high:.4g}), at most {figure['at_most']}: "
+            f"{figure['verdict']}"
+        )
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
-    return result
