@@ -92,6 +92,9 @@ def load_processor(folder: Path) -> ProcessorMixin:
     """The processor of a vision-language model. InputError if the folder has none."""
     try:
         processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
+    except ImportError as error:
+        missing = first_line(error).partition(" Check out")[0]
+        raise InputError(f"The processor of {folder} cannot be loaded: {missing} Install it first.") from error
     except Exception as error:  # every processor and tokenizer class has its own way to fail
         raise InputError(f"{folder} has no processor that can be loaded: {first_line(error)}") from error
     if not isinstance(processor, ProcessorMixin):  # transformers falls back to the tokenizer alone

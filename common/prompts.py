@@ -24,6 +24,8 @@ def prepare_inputs(
     """Left-padded input ids, attention mask and pixel values of one question per row, with one image each or none."""
     texts = [render_prompt(processor, question, images is not None) for question in questions]
     processor.tokenizer.padding_side = "left"
+    if processor.tokenizer.pad_token is None:  # Pixtral's has none; what pads is masked
+        processor.tokenizer.pad_token = processor.tokenizer.eos_token
     if images is None:
         return processor(text=texts, padding=True, return_tensors="pt")
     return processor(text=texts, images=list(images), padding=True, return_tensors="pt")

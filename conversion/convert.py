@@ -17,13 +17,13 @@ from llava_norm_align.common.loading import first_line, load_processor, resolve_
 from llava_norm_align.common.results import FOLDER, provenance, write_json
 from llava_norm_align.configuration.configuration_llava_norm_align import NORM_ALIGN_TYPES
 from llava_norm_align.conversion.calibration import check_gain, check_target_norm
+from llava_norm_align.conversion.config_file import write_config
 from llava_norm_align.conversion.doctor import examine
 from llava_norm_align.conversion.files import copy_small_files
 from llava_norm_align.conversion.original import is_original, stage_original
 from llava_norm_align.conversion.processor_fields import (
     check_processor_files,
     complete_processor_files,
-    count_additional_tokens,
     make_tokenizer_portable,
 )
 from llava_norm_align.conversion.report import run_in_fresh_process, sample_photos
@@ -41,9 +41,9 @@ from llava_norm_align.conversion.weight_files import (
     plan_weights,
     projector_output,
 )
-from llava_norm_align.modeling.modeling_llava_norm_align import save_code
 
 REPORT_BELOW = 4_000_000_000  # bytes of weights up to which the report is on by itself
+FROM_SOURCE = ("processor", "tokenizer")  # the doctor's checks of files that are the source's
 STAGE = ".source"  # where a source in another layout is written first, in the new folder
 
 
@@ -111,7 +111,7 @@ def convert(
 
         notes += _write_small_files(folder, stock)
         # the processor's classes ask for the model's type
-        _write_config(folder, stock, None if fold else {"norm_align_type": "none"})
+        write_config(folder, stock, None if fold else {"norm_align_type": "none"})
         problem = _processor_problem(folder, stock) if report or on_images else None
         if problem and (on_images or asked):
             raise InputError(f"{problem.rstrip('.')}. A report, --norm scale and --start visual need one; repair it.")
@@ -121,7 +121,7 @@ def convert(
         if on_images:
             calibration |= run_in_fresh_process({"task": "projector_norm", **job})
             _start_from_images(fields, calibration, stock)
-        notes += _write_config(folder, stock, None if fold else fields)
+        notes += write_config(folder, stock, None if fold else fields)
         plan = plan_weights(stock, fields, link or staged, fold)
         lay_out(folder, stock, plan, fields)
         write_json(folder / FOLDER / "calibration.json", {**provenance(), **calibration})
@@ -146,7 +146,7 @@ def convert(
             digests |= fold_factor(folder, stock, plan, fields["norm_align_scale"])
         clock.lap("verify")
         if not fold:
-            _examine(folder)
+            notes += _examine(folder)
         clock.lap("doctor")
         job |= {"text_target": _text_target(calibration)}
         comparison = run_in_fresh_process({"task": "report", **job}) if report else None
@@ -302,32 +302,6 @@ def _write_small_files(folder: Path, stock: Source) -> list[str]:
         return notes + complete_processor_files(folder, stock.config) + make_tokenizer_portable(folder)
 
 
-def _write_config(folder: Path, stock: Source, fields: dict[str, Any] | None) -> list[str]:
-    """Write the source's config.json with every field it has, and ours (None: it stays stock); returns notes."""
-    notes, config = [], dict(stock.raw_config)
-    if fields is not None:
-        config |= {
-            "model_type": stock.config.model_type,
-            "architectures": [stock.model_class.__name__],
-            "auto_map": stock.config.AUTO_MAP,
-            **fields,
-        }
-        save_code(folder, stock.model_class)
-    text_config = config["text_config"]
-    if stock.head_is_tied and not (config.get("tie_word_embeddings") and text_config.get("tie_word_embeddings")):
-        config |= {"tie_word_embeddings": True, "text_config": {**text_config, "tie_word_embeddings": True}}
-        notes.append("config.json: tie_word_embeddings -> true at the top and in text_config; there is no lm_head")
-    with quiet_transformers():
-        without_cls = count_additional_tokens(stock.config.vision_config) == 0
-        if getattr(stock.config, "vision_feature_select_strategy", None) == "default" and without_cls:
-            notes.append(
-                'vision_feature_select_strategy is "default", which drops the first patch of a vision tower without a '
-                "CLS token; kept, as the model was trained with it"
-            )
-    write_json(folder / "config.json", config)
-    return notes
-
-
 def _describe(file: WeightFile, staged: bool) -> dict[str, Any]:
     how = "rewrite" if staged else file.how  # a staged file is new, whatever brings it to its place
     return {"file": file.name, "from": file.source.name, "bytes": file.source.stat().st_size, "how": how}
@@ -347,8 +321,13 @@ def _check_source_fits(folder: Path, stock: Source, origin: Path, fold: bool) ->
         ) from error
 
 
-def _examine(folder: Path) -> None:
-    """CheckFailed unless the doctor finds nothing."""
-    for check in examine(folder, load=False):
-        if check.status == "failed":
-            raise CheckFailed(f"The converted model does not pass check {check.number} ({check.name}): {check.detail}")
+def _examine(folder: Path) -> list[str]:
+    """CheckFailed if the doctor finds a fault in what was written; notes on the source's processor and tokenizer."""
+    failed = [check for check in examine(folder, load=False) if check.status == "failed"]
+    for check in failed:
+        if check.name not in FROM_SOURCE:
+            raise CheckFailed(
+                f"The converted model does not pass the doctor's check {check.number} ({check.name}): {check.detail} "
+                "Nothing was kept. Please report this with the versions of transformers and torch."
+            )
+    return [f"the source's {check.name}: {check.detail}" for check in failed]

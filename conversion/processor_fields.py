@@ -1,6 +1,7 @@
 """The processor and tokenizer files of a LLaVA, completed so that transformers 4.57 and 5 load and count alike."""
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,12 @@ def count_additional_tokens(vision_config: PretrainedConfig) -> int | None:
     Counted on a model without memory (meta device) rather than looked up by model type. None if the tower cannot be
     called with plain pixels.
     """
+    return _count_additional_tokens(vision_config.to_json_string(use_diff=False), type(vision_config))
+
+
+@cache
+def _count_additional_tokens(content: str, config_class: type[PretrainedConfig]) -> int | None:
+    vision_config = config_class.from_dict(json.loads(content))
     try:
         height, width = _sides(vision_config.image_size)
         patch_height, patch_width = _sides(vision_config.patch_size)

@@ -165,9 +165,12 @@ def load(folder: Path) -> PreTrainedModel:
     kind = load_config(folder)["model_type"]
     if kind in FAMILIES:
         source = read_source(folder)
-        model = source.model_class.from_pretrained(folder, config=source.config, dtype="auto")
+        model_class, config = source.model_class, source.config
     else:
-        model = FAMILIES[kind.removesuffix("_norm_align")].from_pretrained(folder, dtype="auto")
+        model_class = FAMILIES[kind.removesuffix("_norm_align")]
+        config = model_class.config_class.from_pretrained(folder)
+    # with "auto", 4.57 gives each part the dtype that its own config names, which may not be the one it is stored in
+    model = model_class.from_pretrained(folder, config=config, dtype=config.dtype or "auto")
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from transformers import AutoProcessor, CLIPImageProcessor, LlavaForConditionalGeneration
+from transformers import AutoProcessor, AutoTokenizer, CLIPImageProcessor, LlavaForConditionalGeneration
 
 from llava_norm_align.common.weights import read_weights
 from llava_norm_align.conversion.original import is_original, stage_original
@@ -193,6 +193,10 @@ def test_prompts_are_split_as_in_training(tmp_path, legacy):
     turns = processor.tokenizer("ASSISTANT: a cat</s>USER: a dog").input_ids
     second = processor.tokenizer.convert_ids_to_tokens(turns[turns.index(2) + 1 :])
     assert "".join(second) == ("▁USER:▁a▁dog" if legacy else "USER:▁a▁dog")
+    config = json.loads((tmp_path / "stage" / "config.json").read_text())
+    (tmp_path / "stage" / "config.json").write_text(json.dumps(config | {"model_type": "unknown"}))
+    alone = AutoTokenizer.from_pretrained(tmp_path / "stage")  # as of a converted model without its code
+    assert alone(PROMPT).input_ids == processor.tokenizer(PROMPT).input_ids
 
 
 def test_a_tokenizer_without_padding_gets_a_token(tmp_path):

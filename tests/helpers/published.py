@@ -25,12 +25,12 @@ llava-llama-3-8b-v1_1-transformers: config.json as quoted in xzuyn/musubi-tuner 
 pixtral-12b: text_config, feature layer, strategy, image token, names of the tower's tensors and the kind of tokenizer
     from huggingface/transformers src/transformers/models/pixtral/convert_pixtral_weights_to_hf.py; ids 10, 12 and 13
     and that there is no padding token from tests/models/pixtral/test_processing_pixtral.py; image processor as in a
-    fixture of mlx-swift for the same class, with the sizes of the class's defaults. From memory: vision_config's
-    fields, names of the other special tokens, six shards. The chat template has the behaviour of the original
-    (quoted in NVIDIA's Cosmos, where the text lies in "content"), not its length.
+    test of a Swift reader for the same class, with the sizes of the class's defaults. From memory: vision_config's
+    fields, names of the other special tokens, six shards. The chat template behaves as the original (quoted in
+    NVIDIA's Cosmos, image_text_tokenizer.py, with the text in "content"; from memory, later also in "text").
 llava-v1.6-mistral-7b-hf: config.json as quoted in NVIDIA/TensorRT-LLM tests/unittest/_torch/modeling/
-    test_modeling_llava_next.py; processor, image processor, tokens and chat template from a printed processor of this
-    checkpoint. From memory: four shards, generation_config.json.
+    test_modeling_llava_next.py; processor, image processor, tokens and chat template from notes of
+    MouYongli/DeepHallu that print them. From memory: four shards, generation_config.json.
 llava-onevision-qwen2-0.5b-ov-hf: the settings of the 7B sibling as copied by a conversion script for LLaVAShield, and
     src/transformers/models/llava_onevision/convert_llava_onevision_weights_to_hf.py. From memory: text_config (that
     of Qwen2-0.5B-Instruct), video_preprocessor_config.json.
