@@ -14,6 +14,7 @@ from llava_norm_align.common.errors import InputError
 
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 OURS = ("config.json", "demo.json")  # what a folder must hold to be replaced
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 MAX_NAME = 240  # bytes; file systems end at 255, and the name is written with a prefix and a suffix
 
 
@@ -71,6 +72,13 @@ def new_folder(target: Path, overwrite: bool = False, sources: tuple[Path, ...] 
                 _exchange(writing, target)
             else:
                 os.rename(writing, target)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            raise InputError(
+                f"There is no room to write {target} ({error.strerror}). Nothing was kept. Make room on its disk, or "
+                "name a target on another disk."
+            ) from error
         finally:
             shutil.rmtree(writing, ignore_errors=True)
 

@@ -7,7 +7,7 @@ import re
 import struct
 import warnings
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import torch
 from safetensors import SafetensorError, safe_open
 
-from llava_norm_align.common.errors import InputError
+from llava_norm_align.common.errors import CheckFailed, InputError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -256,13 +256,48 @@ def _read_shards(
     return files, tensors
 
 
-def write_renamed(target: Path, tensors: Iterable[tuple[str, StoredTensor]]) -> None:
-    """Write a safetensors file of (new name, stored tensor) pairs; the bytes are copied from file to file."""
+def write_renamed(
+    target: Path, tensors: Iterable[tuple[str, StoredTensor]], only: Collection[str] | None = None
+) -> None:
+    """Write a safetensors file of (new name, stored tensor) pairs; the bytes are copied from file to file.
+
+    With `only`, a hole stands in for the bytes of all but these new names: good for what reads headers.
+    """
     tensors = list(tensors)
     with target.open("wb") as out:
         write_header(out, tensors)
-        for _, tensor in tensors:
-            copy_bytes(tensor, out)
+        for name, tensor in tensors:
+            if only is None or name in only:
+                copy_bytes(tensor, out)
+            else:
+                out.truncate(out.seek(tensor.nbytes, os.SEEK_CUR))
+
+
+def check_written(file: Path, tensors: Iterable[tuple[str, StoredTensor]]) -> None:
+    """CheckFailed unless `file`, read back, has the bytes of every (new name, stored tensor) pair."""
+    found = {tensor.name: tensor for tensor in read_header(file)}
+    for name, tensor in tensors:
+        if not same_bytes(tensor, found[name]):
+            raise CheckFailed(
+                f"{name} in the new {file.name} differs from {tensor.name} in {tensor.file}. The disk or memory is "
+                "faulty; nothing was kept. Write to another disk."
+            )
+
+
+def same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
+    """Whether two stored tensors have the same dtype, shape and bytes; read in blocks."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    with one.file.open("rb") as first, other.file.open("rb") as second:
+        first.seek(one.offset)
+        second.seek(other.offset)
+        left = one.nbytes
+        while left:
+            size = min(BLOCK, left)
+            if first.read(size) != second.read(size):
+                return False
+            left -= size
+    return True
 
 
 def write_header(out: BinaryIO, tensors: Iterable[tuple[str, StoredTensor]]) -> None:

@@ -16,6 +16,7 @@ from llava_norm_align.common.results import write_json
 from llava_norm_align.common.weights import (
     SINGLE_FILE,
     StoredTensor,
+    check_written,
     copy_bytes,
     read_header,
     read_weights,
@@ -263,10 +264,13 @@ def _read_projector(file: Path, tower: Part, llm: Part) -> dict[str, StoredTenso
     return {PROJECTOR + name: found[name] for name in shapes}
 
 
-def write_weights(folder: Path, tower: Part, llm: Part, projector: dict[str, StoredTensor], rows: int) -> None:
+def write_weights(
+    folder: Path, tower: Part, llm: Part, projector: dict[str, StoredTensor], rows: int, dry_run: bool = False
+) -> None:
     """One file, or above 5 GB a shard for tower and projector and one for each file of the language model.
 
-    All bytes are copied as they are; a text table or head with fewer than `rows` rows gets more, the mean of its rows.
+    All bytes are copied as they are and read back; a text table or head with fewer than `rows` rows gets more, the
+    mean of its rows. With `dry_run`, holes stand in for the bytes of all but the text table.
     """
     scratch = folder / ".parts"
     scratch.mkdir()
@@ -278,12 +282,14 @@ def write_weights(folder: Path, tower: Part, llm: Part, projector: dict[str, Sto
     for name, tensor in text.items():
         groups.setdefault(llm.tensors[name].file, []).append((name, tensor))
     shards = [[*tower.tensors.items(), *projector.items()], *groups.values()]
+    files = [folder / f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     if sum(tensor.nbytes for shard in shards for _, tensor in shard) <= MAX_SINGLE_FILE:
-        write_renamed(folder / SINGLE_FILE, [pair for shard in shards for pair in shard])
-    else:
-        files = [folder / f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
-        for file, shard in zip(files, shards, strict=True):
-            write_renamed(file, shard)
+        shards, files = [[pair for shard in shards for pair in shard]], [folder / SINGLE_FILE]
+    for file, shard in zip(files, shards, strict=True):
+        write_renamed(file, shard, {EMBEDDING} if dry_run else None)
+        if not dry_run:
+            check_written(file, shard)
+    if len(files) > 1:
         write_index(folder, files)
     for file in scratch.iterdir():
         file.unlink()

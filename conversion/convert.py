@@ -95,7 +95,7 @@ def convert(
         )
 
     with _workplace(target, overwrite, origin, dry_run) as folder:
-        notes = stage_original(origin, folder / STAGE, vision, text) if staged else []
+        notes = stage_original(origin, folder / STAGE, vision, text, dry_run) if staged else []
         stock = read_source(folder / STAGE if staged else origin)
         if link and (staged or stock.weights.pickled):
             raise InputError(f"The weights of {origin} are not safetensors of a transformers LLaVA. Leave out --link.")

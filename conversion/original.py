@@ -84,14 +84,17 @@ def is_original(source: Path) -> bool:
     return "mm_vision_tower" in config and not isinstance(config.get("text_config"), dict)
 
 
-def stage_original(source: Path, stage: Path, vision: str | None, text: str | None) -> list[str]:
+def stage_original(
+    source: Path, stage: Path, vision: str | None, text: str | None, dry_run: bool = False
+) -> list[str]:
     """Write the LLaVA in `source` to the new folder `stage` as a stock one; returns notes for the user.
 
     `source`: a folder in the original layout, whose vision tower is `vision` (a CLIP: folder or Hub id); or an
     mm_projector.bin, or a folder with it and no language model, which is then `text`. Weights are copied as bytes; the
     table and head of the language model get rows for `<image>` and, without a padding token, `<pad>`, up to a multiple
     of 64, each the mean of the others: none of them is ever generated. A tower that was trained along is taken from
-    `source`, its config and image processor from `vision`. InputError for what the stock class cannot compute.
+    `source`, its config and image processor from `vision`. With `dry_run`, holes stand in for most of the bytes.
+    InputError for what the stock class cannot compute.
     """
     source = Path(source)
     config = _read_config(source)
@@ -136,7 +139,7 @@ def stage_original(source: Path, stage: Path, vision: str | None, text: str | No
         feature_layer=config.get("mm_vision_select_layer", -2),
     )
     _write_generation_config(stage, text_folder, llm, ids)
-    write_weights(stage, tower, llm, projector, rows)
+    write_weights(stage, tower, llm, projector, rows, dry_run)
     check_loads(stage, vision, text or str(source))
     return _notes(stage, config, llm, ids, rows, vision, bool(trained_tower))
 

@@ -11,7 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from llava_norm_align.common.errors import InputError
 from llava_norm_align.common.loading import first_line, load_config
-from llava_norm_align.common.weights import BLOCK, StoredTensor, StoredWeights, is_alias, read_weights
+from llava_norm_align.common.weights import StoredTensor, StoredWeights, is_alias, read_weights, same_bytes
 from llava_norm_align.modeling.families import FAMILIES
 
 # old layout: language_model.model.* and vision_tower.*; new layout: model.language_model.* and model.vision_tower.*
@@ -104,22 +104,6 @@ def _check_head(
             "false, or remove the head, whichever the model was trained with."
         )
     return head is None
-
-
-def same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
-    """Whether two stored tensors have the same dtype, shape and bytes; read in blocks."""
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    with one.file.open("rb") as first, other.file.open("rb") as second:
-        first.seek(one.offset)
-        second.seek(other.offset)
-        left = one.nbytes
-        while left:
-            size = min(BLOCK, left)
-            if first.read(size) != second.read(size):
-                return False
-            left -= size
-    return True
 
 
 def _check_kind(folder: Path, config: dict[str, Any]) -> str:

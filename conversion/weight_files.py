@@ -12,20 +12,20 @@ import torch
 from safetensors.torch import save
 from tqdm import tqdm
 
-from llava_norm_align.common.errors import CheckFailed, InputError
+from llava_norm_align.common.errors import InputError
 from llava_norm_align.common.results import sha256_file
 from llava_norm_align.common.weights import (
     SINGLE_FILE,
     StoredTensor,
+    check_written,
     is_alias,
     read_header,
-    write_header,
     write_index,
     write_renamed,
 )
 from llava_norm_align.conversion.calibration import FLOAT_DTYPES
 from llava_norm_align.conversion.files import check_copies, copy_with_checksums
-from llava_norm_align.conversion.source import HEAD_NAME, Source, same_bytes
+from llava_norm_align.conversion.source import HEAD_NAME, Source
 
 LEARNED = ("layer_norm", "rms_norm")  # the types with tensors
 
@@ -63,10 +63,7 @@ def lay_out(folder: Path, stock: Source, plan: Sequence[WeightFile], fields: dic
     """Write the norm's file and the index, with stand-ins for the source's files: checked before the bytes move."""
     for file in plan:
         if file.how == "rewrite":
-            with (folder / file.name).open("wb") as out:  # a header, and a hole for the bytes
-                tensors = kept_tensors(stock, file.source)
-                write_header(out, [(tensor.name, tensor) for tensor in tensors])
-                out.truncate(out.tell() + sum(tensor.nbytes for tensor in tensors))
+            write_renamed(folder / file.name, _pairs(stock, file), only=())
         else:
             (folder / file.name).symlink_to(file.source.resolve())
     names = [file.name for file in plan]
@@ -104,7 +101,7 @@ def place_weights(folder: Path, stock: Source, plan: Sequence[WeightFile]) -> di
             _link(file.source.resolve(), folder / file.name)
     checksums = copy_with_checksums({file.name: file.source for file in plan if file.how == "copy"}, folder)
     for file in tqdm(_rewritten(plan), desc="rewrite weights", unit="file", disable=None):
-        write_renamed(folder / file.name, [(tensor.name, tensor) for tensor in kept_tensors(stock, file.source)])
+        write_renamed(folder / file.name, _pairs(stock, file))
     return checksums
 
 
@@ -114,7 +111,8 @@ def check_weights(
     """Read back what was written, not linked; returns {file: sha256}. CheckFailed if it is not the source's bytes."""
     digests = check_copies(folder, checksums)
     for file in tqdm(_rewritten(plan), desc="verify", unit="file", disable=None):
-        digests[file.name] = _check_rewritten(folder / file.name, kept_tensors(stock, file.source))
+        check_written(folder / file.name, _pairs(stock, file))
+        digests[file.name] = sha256_file(folder / file.name)
     return digests
 
 
@@ -127,20 +125,12 @@ def fold_factor(folder: Path, stock: Source, plan: Sequence[WeightFile], factor:
     return {name: sha256_file(folder / name) for name in sorted(changed)}
 
 
+def _pairs(stock: Source, file: WeightFile) -> list[tuple[str, StoredTensor]]:
+    return [(tensor.name, tensor) for tensor in kept_tensors(stock, file.source)]
+
+
 def _rewritten(plan: Sequence[WeightFile]) -> list[WeightFile]:
     return [file for file in plan if file.how == "rewrite"]
-
-
-def _check_rewritten(file: Path, tensors: Sequence[StoredTensor]) -> str:
-    """The sha256 of `file`, which must hold the bytes of `tensors`."""
-    found = {tensor.name: tensor for tensor in read_header(file)}
-    for tensor in tensors:
-        if not same_bytes(tensor, found[tensor.name]):
-            raise CheckFailed(
-                f"{tensor.name} in the new {file.name} differs from {tensor.file}. The disk or its memory is faulty; "
-                "nothing was kept. Convert again to another disk."
-            )
-    return sha256_file(file)
 
 
 def _multiply(file: Path, tensor: StoredTensor, factor: float) -> None:

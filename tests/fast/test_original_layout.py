@@ -221,14 +221,15 @@ def test_own_tokenizer_and_rows_are_kept(tmp_path):
     text = write_text(tmp_path / "text", "qwen2", template=template, image_token=True)
     shutil.copy(text / "tokenizer.json", parts.folder)
     settings = json.loads((text / "tokenizer_config.json").read_text())
-    special = {"pad_token": settings.pop("pad_token")}
+    special = settings | {"pad_token": "<unk>"}
+    del settings["pad_token"]
     (parts.folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (parts.folder / "special_tokens_map.json").write_text(json.dumps(special))
     stage = tmp_path / "stage"
     notes = stage_original(parts.folder, stage, str(parts.vision), None)
     model, processor, inputs = read(stage)
     assert model.config.image_token_index == tiny.IMAGE_TOKEN_ID
-    assert processor.tokenizer.pad_token == "<pad>" and processor.tokenizer.pad_token_id == 0
+    assert processor.tokenizer.pad_token == "<unk>" and processor.tokenizer.pad_token_id == 3
     assert model.get_input_embeddings().weight.shape[0] == original.VOCABULARY
     assert processor.apply_chat_template(QUESTION) == "<user><image>\nwhat is in the picture ?"
     assert not any("chat template" in note for note in notes)
