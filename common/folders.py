@@ -38,7 +38,10 @@ def check_target(target: Path, overwrite: bool = False, sources: tuple[Path, ...
         raise InputError(f"{target} exists and is not a folder. Name a new folder, or remove it first.")
     parent = next(folder for folder in resolved.parents if folder.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise InputError(f"{target} cannot be written: {parent} is not a folder that you may write to.")
+        raise InputError(
+            f"{target} cannot be written: {parent} is not a folder that you may write to. Give yourself the "
+            "permission, or name another target."
+        )
     if target.is_dir() and any(target.iterdir()):
         if not overwrite:
             raise InputError(

@@ -42,5 +42,7 @@ def open_image(path: Path | str) -> Image.Image:
         raise InputError(
             f"{path} is not an image that Pillow can read. Name a PNG, a JPEG or another image."
         ) from None
+    except PermissionError:
+        raise InputError(f"You may not read {path}. Give yourself the permission, or name another image.") from None
     except (OSError, SyntaxError, ValueError) as error:
         raise InputError(f"{path} is a broken image ({error}). Save it again or name another one.") from None

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import (
     HFValidationError,
     LocalEntryNotFoundError,
@@ -31,9 +31,7 @@ def resolve_model(model: str, revision: str | None = None, patterns: list[str] |
     if os.path.isdir(path):  # unlike Path.is_dir, no error below a folder that may not be read
         return path
     if os.path.exists(path):
-        raise InputError(
-            f"{model} is a file; a model folder or a Hub id such as llava-hf/llava-1.5-7b-hf was expected."
-        )
+        raise InputError(f"{model} is a file. Name a model folder, or a Hub id such as llava-hf/llava-1.5-7b-hf.")
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
         raise InputError(
             f"There is no folder {model}. Name a model folder or a Hub id such as llava-hf/llava-1.5-7b-hf."
@@ -41,7 +39,9 @@ def resolve_model(model: str, revision: str | None = None, patterns: list[str] |
     try:
         return Path(snapshot_download(model, revision=revision, allow_patterns=patterns or MODEL_FILES))
     except HFValidationError:
-        raise InputError(f"{model} is neither a folder nor a Hub id such as llava-hf/llava-1.5-7b-hf.") from None
+        raise InputError(
+            f"{model} is neither a folder nor a Hub id. Name one, such as llava-hf/llava-1.5-7b-hf."
+        ) from None
     except RepositoryNotFoundError:
         raise InputError(
             f"There is no folder {model}, and the Hub has no model of that name that you may read. "
@@ -52,6 +52,12 @@ def resolve_model(model: str, revision: str | None = None, patterns: list[str] |
             f"{model} has no revision {revision} on the Hub. Name a branch, tag or commit of it with --revision."
         ) from None
     except (LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
+        cache = Path(constants.HF_HUB_CACHE)
+        if os.path.exists(cache) and not os.access(cache, os.R_OK | os.W_OK | os.X_OK):
+            raise InputError(
+                f"There is no folder {model}, and you may not use the Hub's cache {cache}. Give yourself the "
+                "permission, or set HF_HUB_CACHE to another folder."
+            ) from None
         raise InputError(
             f"There is no folder {model}, and the Hub cannot be asked for it ({type(error).__name__}). "
             "Check the path or the connection, or download the model first."
@@ -71,10 +77,13 @@ def load_config(folder: Path) -> dict[str, Any]:
     if not os.access(folder, os.R_OK | os.X_OK):
         raise InputError(f"You may not read the folder {folder}. Give yourself the permission, or name another one.")
     if not any(folder.iterdir()):
-        raise InputError(f"The folder {folder} is empty; a model folder with config.json and weights was expected.")
+        raise InputError(f"The folder {folder} is empty. Name a model folder, with config.json and weights.")
     config = read_json(folder / "config.json", "the configuration of a model")
     if not isinstance(config.get("model_type"), str):
-        raise InputError(f"{folder / 'config.json'} has no model_type; the configuration of a model was expected.")
+        raise InputError(
+            f"{folder / 'config.json'} has no model_type; the configuration of a model was expected. "
+            "Name a model folder."
+        )
     return config
 
 
@@ -84,7 +93,10 @@ def load_model(folder: Path, dtype: str = "auto", device: str | None = None) -> 
     try:
         model = AutoModelForImageTextToText.from_pretrained(folder, dtype=DTYPES[dtype], trust_remote_code=False)
     except (RuntimeError, ValueError, OSError, SafetensorError) as error:
-        raise InputError(f"{folder} could not be loaded as a vision-language model: {first_line(error)}") from error
+        raise InputError(
+            f"{folder} could not be loaded as a vision-language model: {first_line(error).rstrip('.')}. "
+            "Name another model, or download it again."
+        ) from error
     return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
 
 
@@ -96,9 +108,15 @@ def load_processor(folder: Path) -> ProcessorMixin:
         missing = first_line(error).partition(" Check out")[0]
         raise InputError(f"The processor of {folder} cannot be loaded: {missing} Install it first.") from error
     except Exception as error:  # every processor and tokenizer class has its own way to fail
-        raise InputError(f"{folder} has no processor that can be loaded: {first_line(error)}") from error
+        raise InputError(
+            f"{folder} has no processor that can be loaded: {first_line(error).rstrip('.,')}. "
+            "Repair or replace its files."
+        ) from error
     if not isinstance(processor, ProcessorMixin):  # transformers falls back to the tokenizer alone
-        raise InputError(f"{folder} has a {type(processor).__name__}, but no processor for images was found there.")
+        raise InputError(
+            f"{folder} has a {type(processor).__name__}, but no processor for images. Add its files, such as "
+            "preprocessor_config.json."
+        )
     return processor
 
 

@@ -62,21 +62,39 @@ class StoredWeights:
     pickled: bool = False  # the files are .bin, not safetensors
 
 
+def check_readable(path: Path) -> None:
+    """InputError if `path` is there, but may not be read; what else is wrong with it is left to its reader."""
+    try:
+        path.open("rb").close()
+    except PermissionError:
+        raise InputError(f"You may not read {path}. Give yourself the permission, or name another source.") from None
+    except OSError:
+        pass
+
+
 def read_json(path: Path, what: str) -> dict[str, Any]:
     """The JSON object in `path`; InputError if it is missing, not JSON, or not an object."""
+    check_readable(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise InputError(f"There is no {path.name} in {path.parent}: {what} was expected there.") from None
+        raise InputError(
+            f"There is no {path.name} in {path.parent}: {what} was expected there. "
+            "Download it, or name another folder."
+        ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path} is broken ({error}): {what} was expected. Download or write it again.") from None
     if not isinstance(content, dict):
-        raise InputError(f"{path} holds a JSON {type(content).__name__}, but an object was expected: {what}.")
+        raise InputError(
+            f"{path} holds a JSON {type(content).__name__}, but an object was expected: {what}. "
+            "Download or write it again."
+        )
     return content
 
 
 def read_header(path: Path) -> list[StoredTensor]:
     """The tensors of a safetensors file in the order of their bytes. InputError if it is cut or its header lies."""
+    check_readable(path)
     try:
         with safe_open(path, framework="pt"):  # the library checks lengths, offsets and shapes against the file's size
             pass
@@ -126,6 +144,7 @@ def read_pickled(path: Path) -> list[StoredTensor]:
 
 def _zip_records(path: Path) -> dict[int, int]:
     """{offset of the first byte: number of bytes} of the uncompressed records in a zip file."""
+    check_readable(path)
     records = {}
     try:
         with path.open("rb") as file:
@@ -166,7 +185,9 @@ def _unpickle(path: Path) -> dict[Any, Any]:
             ) from None
         raise _damaged(path, error) from None
     if not isinstance(content, dict):
-        raise InputError(f"{path} holds a {type(content).__name__}, but a model's tensors by name were expected.")
+        raise InputError(
+            f"{path} holds a {type(content).__name__}, but a model's tensors by name were expected. {SAVE_AGAIN}"
+        )
     return content
 
 
@@ -232,7 +253,10 @@ def _read_shards(
     names = sorted(set(weight_map.values()))
     outside = [name for name in names if Path(name).name != name]
     if outside:
-        raise InputError(f"{path} names {outside[0]!r}; the shards must lie in the folder itself.")
+        raise InputError(
+            f"{path} names {outside[0]!r}, but the shards must lie in the folder itself. "
+            "Download or convert the model again."
+        )
     missing = [name for name in names if not (path.parent / name).is_file()]
     if missing:
         raise InputError(
@@ -323,7 +347,7 @@ def copy_bytes(tensor: StoredTensor, out: BinaryIO) -> None:
         while left:
             block = source.read(min(BLOCK, left))
             if not block:
-                raise InputError(f"The weight file {tensor.file} ended early; it was cut while it was read.")
+                raise InputError(f"The weight file {tensor.file} was cut while it was read. Download it again.")
             out.write(block)
             left -= len(block)
 

@@ -205,7 +205,8 @@ def _complete(config: dict[str, Any], kind: str, folder: Path) -> dict[str, Any]
         known = AutoConfig.for_model(kind, **deepcopy(config)).to_dict()
     except Exception as error:  # remote code, unknown types, values that the class refuses
         raise InputError(
-            f"transformers cannot read {folder / 'config.json'} ({type(error).__name__}: {first_line(error)})."
+            f"transformers cannot read {folder / 'config.json'} ({type(error).__name__}: {first_line(error)}). "
+            "Correct it, or download the model again."
         ) from None
     config = {"model_type": kind, **config}
     for key in ("hidden_size", "patch_size", "image_size", "vocab_size", "initializer_range"):
@@ -226,7 +227,8 @@ def check_image_size(folder: Path, image_processor: dict[str, Any], vision: dict
         )
     if min(sides) < vision["patch_size"]:
         raise InputError(
-            f"The image processor in {folder} makes images smaller than one patch of {vision['patch_size']} pixels."
+            f"The image processor in {folder} makes images smaller than one patch of {vision['patch_size']} pixels. "
+            "Download the vision tower again."
         )
 
 

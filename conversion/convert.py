@@ -87,7 +87,8 @@ def convert(
     for path in images:
         open_image(path)
     check_target(target, overwrite)
-    origin = Path(source) if Path(source).is_file() else resolve_weights(source, revision)
+    is_projector = Path(source).suffix == ".bin" and Path(source).is_file()
+    origin = Path(source) if is_projector else resolve_weights(source, revision)
     staged = is_original(origin)
     if not staged and (vision or text):
         raise InputError(
@@ -114,7 +115,7 @@ def convert(
         write_config(folder, stock, None if fold else {"norm_align_type": "none"})
         problem = _processor_problem(folder, stock) if report or on_images else None
         if problem and (on_images or asked):
-            raise InputError(f"{problem.rstrip('.')}. A report, --norm scale and --start visual need one; repair it.")
+            raise InputError(f"{problem.rstrip('.')}. A report, --norm scale and --start visual need one.")
         if problem:
             report, why_no_report = False, [f"no report: {problem}"]
         job = {"source": str(stock.folder), "target": str(folder), "images": list(map(str, images))}
@@ -190,17 +191,18 @@ class Clock:
 def check_options(norm_type: str, target_norm: float | None, start: str, fold: bool) -> None:
     """InputError for options of convert that do not go together."""
     if norm_type not in NORM_ALIGN_TYPES:
-        raise InputError(f"--norm is {norm_type!r}; one of {', '.join(NORM_ALIGN_TYPES)} was expected.")
+        raise InputError(f"--norm is {norm_type!r}. Pass one of {', '.join(NORM_ALIGN_TYPES)}.")
     check_target_norm(target_norm)
     if start not in ("text", "visual"):
-        raise InputError(f"--start is {start!r}; text (the paper's way) or visual was expected.")
+        raise InputError(f"--start is {start!r}. Pass text (the paper's way) or visual.")
     if start == "visual" and target_norm is not None:
         raise InputError(
             f"--start visual measures the norm to start with, but --target {target_norm} gives one. Choose."
         )
     if start == "visual" and norm_type not in LEARNED:
         raise InputError(
-            f"--start visual is for a norm with a gain ({', '.join(LEARNED)}), but --norm is {norm_type}."
+            f"--start visual is for a norm with a gain ({', '.join(LEARNED)}), but --norm is {norm_type}. "
+            "Leave one of them out."
         )
     if fold and norm_type != "scale":
         raise InputError(
@@ -212,11 +214,12 @@ def check_options(norm_type: str, target_norm: float | None, start: str, fold: b
 @contextmanager
 def _workplace(target: Path, overwrite: bool, origin: Path, dry_run: bool) -> Iterator[Path]:
     """The folder that becomes `target`, or one that is thrown away."""
+    sources = (origin,) if origin.is_dir() else ()
     if dry_run:
+        check_target(target, overwrite, sources)
         with tempfile.TemporaryDirectory(prefix="llava-norm-align-") as folder:
             yield Path(folder)
     else:
-        sources = (origin,) if origin.is_dir() else ()
         with new_folder(target, overwrite, sources) as folder:
             yield folder
 

@@ -39,7 +39,9 @@ def _check_python(python: Path) -> Path:
         done = subprocess.run([found, "-c", PROBE], cwd=os.sep, env=_environment(found), **options)
         missing = json.loads(done.stdout)
     except (OSError, ValueError, subprocess.TimeoutExpired):
-        raise InputError(f"--python {python}: this program is no Python interpreter, which was expected.") from None
+        raise InputError(
+            f"--python {python}: this program is no Python interpreter. Name one, such as venv/bin/python."
+        ) from None
     if missing:
         raise InputError(f"--python {python}: {' and '.join(missing)} is not installed there. Install it first.")
     return found

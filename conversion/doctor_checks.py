@@ -41,7 +41,7 @@ class Patient:
     def __init__(self, folder: Path):
         """InputError if `folder` holds no model, or one that is not norm-aligned."""
         if not folder.is_dir():
-            raise InputError(f"There is no folder {folder}; a norm-aligned model folder was expected.")
+            raise InputError(f"There is no folder {folder}. Name a folder that llava-norm-align convert wrote.")
         self.folder, self.failed = folder, set()
         self.files: dict[str, dict[str, Any]] = {}  # the JSON files by name
         self.broken: dict[str, str] = {}  # of those that are none: what is wrong

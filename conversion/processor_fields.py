@@ -92,7 +92,10 @@ def check_processor_files(folder: Path, config: PretrainedConfig) -> None:
         if path.name in (PROCESSOR_FILE, IMAGE_PROCESSOR_FILE):
             nested = content.get("image_processor") or {}
             if not isinstance(nested, dict):
-                raise InputError(f"image_processor in {path} is {json.dumps(nested)[:80]}; an object was expected.")
+                raise InputError(
+                    f"image_processor in {path} is {json.dumps(nested)[:80]}, but an object was expected. "
+                    "Download the file again."
+                )
             check_size(path, content.get("size"))
             check_size(path, nested.get("size"))
     if not (folder / "tokenizer.json").is_file():

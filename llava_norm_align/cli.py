@@ -48,7 +48,7 @@ def main() -> NoReturn:
     except OSError as error:  # no room, no permission
         if debug:
             raise
-        typer.echo(f"Error: {error}", err=True)
+        typer.echo(f"Error: {in_words(error)}", err=True)
         code = 2
     except Exception as error:
         if debug:
@@ -56,6 +56,12 @@ def main() -> NoReturn:
         typer.echo(f"Unexpected {type(error).__name__}: {error} (run again with --debug to see where)", err=True)
         code = 1
     sys.exit(code)
+
+
+def in_words(error: OSError) -> str:
+    """What the system said, of which file, and what may help."""
+    where = f": {error.filename}" if error.filename else ""
+    return f"{error.strerror or error}{where}. Check the permissions, and that the disk has room and works."
 
 
 def print_version(wanted: bool) -> None:
@@ -95,14 +101,14 @@ def assemble(
 
     if preset is not None:
         if preset != "micro":
-            raise InputError(f"--preset is {preset!r}; the only preset is 'micro'.")
+            raise InputError(f"--preset is {preset!r}; the only preset is 'micro'. Pass that, or --vision and --text.")
         if vision or text or projector:
             raise InputError("--preset micro brings its own parts; leave out --vision, --text and --projector.")
         folder = assemble_micro(target, wheels=wheels, overwrite=overwrite)
     elif wheels:
-        raise InputError("--wheels belongs to --preset micro; --vision and --text name folders or Hub ids.")
+        raise InputError("--wheels belongs to --preset micro, but --vision and --text bring the parts. Leave it out.")
     elif not (vision and text):
-        raise InputError("assemble needs --vision and --text (folders or Hub ids), or --preset micro.")
+        raise InputError("assemble needs two parts. Pass --vision and --text (folders or Hub ids), or --preset micro.")
     else:
         folder = run(target, vision, text, projector, overwrite=overwrite, seed=seed)
     typer.echo(f"Written: {folder}")
@@ -138,7 +144,8 @@ def convert(
         typer.Option("--gradient-compensation/--no-gradient-compensation", help="The paper's GWC, in training only."),
     ] = True,
     images: Annotated[
-        list[Path] | None, typer.Option("--images", help="Image, or folder of images, to measure on; may be repeated.")
+        list[Path] | None,
+        typer.Option("--images", readable=False, help="Image, or folder of images, to measure on; may be repeated."),
     ] = None,
     report: Annotated[
         bool | None, typer.Option("--report/--no-report", help="Compare with the source; default: on under 4 GB.")
@@ -188,7 +195,7 @@ def image_files(paths: list[Path]) -> list[Path]:
 @app.command()
 def ask(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder or Hub id.")],
-    image: Annotated[Path, typer.Argument(metavar="IMAGE", help="Image file.")],
+    image: Annotated[Path, typer.Argument(metavar="IMAGE", readable=False, help="Image file.")],
     question: Annotated[str, typer.Argument(metavar="QUESTION", help="In quotes.")],
     baseline: Annotated[str | None, typer.Option(help="A second model that answers too: folder or Hub id.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 256,
@@ -225,7 +232,7 @@ def ask(
 
 @app.command()
 def doctor(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A norm-aligned model folder.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", readable=False, help="A norm-aligned model folder.")],
     pythons: Annotated[
         list[Path] | None,
         typer.Option("--python", metavar="PATH", help="Another interpreter to load it in; may be repeated."),

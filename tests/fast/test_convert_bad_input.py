@@ -1,24 +1,12 @@
-"""Bad input on the command line: exit code 2, one line that says what, where and what to do, and nothing written."""
+"""Sources that are no sound LLaVA: exit code 2, one line that says what, where and what to do, nothing written."""
 
-import json
 import math
-import os
-import re
 import shutil
-import sys
 
 import pytest
 import torch
-from huggingface_hub.errors import RevisionNotFoundError
-from PIL import Image
 
-from llava_norm_align import cli
-from llava_norm_align.common import loading
-from llava_norm_align.common.errors import InputError
-from llava_norm_align.conversion import convert as conversion
-from llava_norm_align.conversion.convert import convert
-from tests.helpers import original
-from tests.helpers.convert import HIDDEN, VOCAB, tiny_llava, write_json
+from tests.helpers.convert import HIDDEN, VOCAB, write_json
 from tests.helpers.faults import (
     INDEX,
     PICKLED,
@@ -40,14 +28,7 @@ from tests.helpers.faults import (
     with_inf,
     with_value,
 )
-from tests.helpers.parts import write_vision
-from tests.helpers.safety import pickle_weights
-
-# what a message may advise, by its first word
-REMEDY = re.compile(
-    r"\b(Check|Choose|Convert|Correct|Crop|Download|Give yourself|Install|Leave|Load|Log in|Make|Merge|Name|Omit|Pass|"
-    r"Put|Remove|Run|Save|Set|Use|Wait|Write|to match the two there, pass)\b"
-)
+from tests.helpers.refusals import build, check_refused, lay_traps
 
 # of one model.safetensors: name -> (fault, what the message says)
 FOLDERS = {
@@ -71,8 +52,10 @@ FOLDERS = {
     "converted": (lambda f: change_config(f, model_type="llava_norm_align"), "already converted"),
     "adapter": (lambda f: write_json(f / "adapter_config.json", {}), "PEFT adapter.*Merge"),
     "adapter alone": (
-        lambda f: ((f / "config.json").unlink(), (f / WEIGHTS).rename(f / "adapter_model.safetensors"))
-        and write_json(f / "adapter_config.json", {}),
+        lambda f: (
+            ((f / "config.json").unlink(), (f / WEIGHTS).rename(f / "adapter_model.safetensors"))
+            and write_json(f / "adapter_config.json", {})
+        ),
         "PEFT adapter.*Merge",
     ),
     "no config": (lambda f: (f / "config.json").unlink(), "There is no config.json in"),
@@ -94,7 +77,6 @@ FOLDERS = {
         lambda f: change_config(f, projector_hidden_act="nope"),
         r"cannot build the model of \S+source/config.json \(KeyError: 'nope'\)",
     ),
-    "unknown dtype": (lambda f: change_config(f, torch_dtype="float7"), "cannot (build|read) .*float7"),
     "layer outside of the tower": (
         lambda f: change_config(f, vision_feature_layer=-99),
         "vision_feature_layer in .* is -99, but the vision tower has 2 layers: whole numbers from -3 to 2",
@@ -195,7 +177,10 @@ SHARDS = {
         lambda f: (f / "model-00002-of-00002.safetensors").unlink(),
         r"names 1 weight file\(s\) that are missing, such as model-00002-of-00002.safetensors",
     ),
-    "a shard cut": (lambda f: cut(f / "model-00002-of-00002.safetensors"), "00002-of-00002.safetensors is cut or damaged"),
+    "a shard cut": (
+        lambda f: cut(f / "model-00002-of-00002.safetensors"),
+        "00002-of-00002.safetensors is cut or damaged",
+    ),
     "a number for a name": (
         lambda f: change_index(f, lambda places: places.update({TABLE: 5})),
         rf"places {TABLE} in 5, but a file name was expected",
@@ -228,7 +213,7 @@ BIN = {
         "holds 'epoch': int, but only tensors by name were expected",
     ),
     "transposed": (
-        lambda f: change_pickled(f, lambda tensors: tensors.update({TABLE: tensors[TABLE].t().clone().t()})),
+        lambda f: change_pickled(f, lambda tensors: tensors.update({TABLE: tensors[TABLE].t().contiguous().t()})),
         rf"holds {TABLE} with transposed",
     ),
     "complex": (
@@ -255,62 +240,6 @@ ORIGINAL = {
     "--link of it": (lambda f: None, "--link", *VISION, "--link"),
 }
 
-# of a sound folder: arguments -> what the message says
-ARGUMENTS = {
-    "--vision {parts}/tower": "is a whole model in the transformers layout, so --vision and --text have no use",
-    "--text x/y": "is a whole model in the transformers layout",
-    "--norm layernorm": "--norm is 'layernorm'; one of layer_norm",
-    "--start middle": "--start is 'middle'; text .*or visual was expected",
-    "--start visual --target 2": "--start visual measures .*--target 2",
-    "--start visual --norm scale": "--start visual is for a norm with a gain.*--norm is scale",
-    "--start visual --norm none": "--start visual is for a norm with a gain.*--norm is none",
-    "--fold": "--fold is for --norm scale.*--norm is layer_norm",
-    "--target 0": "--target is 0.0; an L2 norm was expected",
-    "--target=-1": "--target is -1.0",
-    "--target nan": "--target is nan",
-    "--target inf": "--target is inf",
-    "--target 1e-40": "makes a gain of .*float32 holds .*--target",
-    "--target 1e300": "makes a gain of .*--target",
-    "--images {root}/none.png": "There is no image file at .*none.png",
-    "--images {root}/text.png": "text.png is not an image",
-    "--images {root}/huge.png": "huge.png is 12000 x 9000",
-    "--images {root}/cut.png": "cut.png is a broken image",
-    "--images {root}/empty": "The folder .*empty of --images is empty",
-    "--report --dry-run --images {root}/none.png": "There is no image file at .*none.png",
-}
-
-# another SRC or DST, and verbs -> what the message says
-CALLS = {
-    "convert {root}/empty {root}/target": "The folder .*empty is empty",
-    "convert {root}/text.png {root}/target": "text.png is a file",
-    "convert {root}/nothing {root}/target": "There is no folder .*nothing",
-    "convert a/b/c {root}/target": "There is no folder a/b/c",
-    "convert someone/some-llava {root}/target": "no folder someone/some-llava, and the Hub cannot be asked",
-    "convert some--llava..x {root}/target": "neither a folder nor a Hub id",
-    "convert {source} {source}": "overlap",
-    "convert {source} {source}/inside": "overlap",
-    "convert {source} {root} --overwrite": "overlap",
-    "convert {source} {root}/link/inside": "overlap",
-    "convert {source} {root}/link": "overlap",
-    "convert {source} {root}/filled": "filled is not empty.*--overwrite",
-    "convert {source} {root}/filled --overwrite": "filled holds no model .*so --overwrite does not replace it",
-    "convert {source} {root}/text.png": "text.png exists and is not a folder",
-    "convert {source} {root}/text.png/target": "text.png is not a folder that you may write to",
-    "convert {source} {root}/{long}": "has more than 240 bytes",
-    "convert {source} .": "holds the working folder",
-    "convert {source} / --overwrite": "holds your home|overlap",
-    "doctor {source}": "is a stock model .*llava-norm-align convert",
-    "doctor {root}/text.png": "text.png",
-    "doctor {root}/nothing": "There is no folder .*nothing",
-    "doctor {root}/empty": "The folder .*empty is empty",
-    "doctor {root}/filled": "There is no config.json in .*filled",
-    "doctor {root}/link --python {root}/nothing": "link is a stock model",
-    "doctor {source} --repair": "is a stock model",
-    "assemble {root}/target --vision {parts}/tower": "assemble needs --vision and --text",
-    "assemble {root}/target --vision {parts}/tower --text {root}/nothing": "There is no folder .*nothing",
-    "ask {root}/empty {root}/text.png what": "text.png is not an image",
-}
-
 CASES = {
     **{("safetensors", name): case for name, case in FOLDERS.items()},
     **{("shards", name): case for name, case in SHARDS.items()},
@@ -321,50 +250,14 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """A sound folder of every kind, and parts for them."""
-    root = tmp_path_factory.mktemp("built")
-    tiny_llava(root / "safetensors")
-    tiny_llava(root / "shards", shards=2)
-    pickle_weights(shutil.copytree(root / "safetensors", root / "bin"))
-    original.build(root / "parts", layout="bin")
-    shutil.move(root / "parts" / "model", root / "original")
-    write_vision(root / "parts" / "siglip", "siglip")
-    return root
+    return build(tmp_path_factory.mktemp("built"))
 
 
 @pytest.fixture
 def refused(built, tmp_path, monkeypatch, capsys):
-    """Call the program with arguments in a folder full of traps, and check how it refuses them."""
-    (tmp_path / "empty").mkdir(), (tmp_path / "filled").mkdir(), (tmp_path / "work").mkdir()
-    (tmp_path / "filled" / "mine.txt").write_text("x")
-    (tmp_path / "link").symlink_to(tmp_path / "source")
-    (tmp_path / "text.png").write_text("not an image")
+    lay_traps(tmp_path)
     monkeypatch.chdir(tmp_path / "work")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-
-    def call(line, message):
-        places = {"root": tmp_path, "source": tmp_path / "source", "parts": built / "parts", "long": "x" * 241}
-        arguments = [word.format(**places) for word in line.split()]
-        before = state(tmp_path)
-        monkeypatch.setattr(sys, "argv", ["llava-norm-align", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        out, err = capsys.readouterr()
-        assert (ended.value.code, out) == (2, ""), err
-        assert err.startswith("Error: ") and err.count("\n") == 1, err
-        assert re.search(message, err), err
-        named = [word for word in arguments[1:] if word != "--no-report" and word.rpartition("=")[0] + word in err]
-        assert named or str(tmp_path) in err or re.search(r"--\w", err), f"says not where: {err}"
-        assert REMEDY.search(err), f"says not what to do: {err}"
-        assert ".writing" not in err and ".source" not in err
-        assert state(tmp_path) == before
-
-    return call
-
-
-def state(folder):
-    """Every file below `folder`, as far as a write would change it, and every folder."""
-    return {path: path.is_dir() or (path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*")}
+    return lambda line, message: check_refused(line, message, tmp_path, built / "parts", monkeypatch, capsys)
 
 
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
@@ -373,81 +266,3 @@ def test_a_source_that_is_no_sound_llava(built, tmp_path, refused, case):
     damage, message, *options = CASES[case]
     damage(source)
     refused(" ".join(["convert", "{source}", "{root}/target", "--no-report", *options]), message)
-
-
-@pytest.mark.parametrize("options", ARGUMENTS)
-def test_options_that_are_wrong_or_do_not_go_together(built, tmp_path, refused, options):
-    shutil.copytree(built / "safetensors", tmp_path / "source")
-    Image.new("1", (12_000, 9_000)).save(tmp_path / "huge.png")
-    Image.effect_noise((60, 60), 9).save(tmp_path / "cut.png")
-    cut(tmp_path / "cut.png")
-    refused("convert {source} {root}/target " + options, ARGUMENTS[options])
-
-
-@pytest.mark.parametrize("line", CALLS)
-def test_sources_and_targets_that_are_none(built, tmp_path, refused, line):
-    shutil.copytree(built / "safetensors", tmp_path / "source")
-    refused(line, CALLS[line])
-
-
-def test_a_revision_that_does_not_exist(refused, monkeypatch):
-    def refuse(*args, **kwargs):
-        raise RevisionNotFoundError.__new__(RevisionNotFoundError)
-
-    monkeypatch.setattr(loading, "snapshot_download", refuse)
-    refused("convert someone/some-llava {root}/target --revision v9", "someone/some-llava has no revision v9")
-
-
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ("convert a", "Missing argument 'DST'"),
-        ("convert a b --target tall", "Invalid value for '--target': 'tall'"),
-        ("convert a b --nrom scale", "No such option: --nrom"),
-        ("doctor a b", "unexpected extra argument"),
-        ("konvert a b", "No such command 'konvert'"),
-    ],
-)
-def test_a_command_line_that_cannot_be_read(monkeypatch, capsys, line, says):
-    """One error after the usage, which is the remedy."""
-    monkeypatch.setattr(sys, "argv", ["llava-norm-align", *line.split()])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    err = capsys.readouterr().err
-    assert ended.value.code == 2 and "Traceback" not in err
-    assert says in err and err.startswith("Usage: ") and "--help" in err and err.count("Error: ") == 1
-
-
-def test_a_report_needs_a_processor_and_photos(tmp_path, refused, monkeypatch):
-    command = "convert {source} {root}/target --report"
-    source = tiny_llava(tmp_path / "source", processor=False)
-    refused(command, "needs a processor")
-    summary = convert(str(source), tmp_path / "target")  # not asked for: left out, and said so
-    assert summary["report"] is None and "no report: the source has no processor" in summary["notes"]
-
-    shutil.rmtree(source), shutil.rmtree(tmp_path / "target")
-    tiny_llava(source)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    refused(command, r"scikit-image.*pip install 'llava-norm-align\[samples\]'")
-    summary = convert(str(source), tmp_path / "target")
-    assert summary["report"] is None and any("scikit-image" in note for note in summary["notes"])
-
-
-@pytest.mark.parametrize("damage", ["no tokenizer", "unknown class"])
-def test_a_processor_that_does_not_load(tmp_path, refused, damage):
-    """An error where a report was asked for, else a note."""
-    source = tiny_llava(tmp_path / "source")
-    Image.new("RGB", (40, 40)).save(tmp_path / "photo.png")
-    if damage == "no tokenizer":
-        for file in source.glob("tokenizer*"):
-            file.unlink()
-    else:
-        nobodys = {"image_processor_type": "NobodysImageProcessor", "size": {"shortest_edge": 28}}
-        write_json(source / "preprocessor_config.json", nobodys)
-    message = f"{source} has no processor that can be loaded"
-    for option in ("--report", "--norm scale", "--start visual"):
-        refused("convert {source} {root}/target --images {root}/photo.png " + option, message)
-    summary = convert(str(source), tmp_path / "target", images=[tmp_path / "photo.png"])
-    assert summary["report"] is None
-    assert any(note.startswith(f"no report: {message}") for note in summary["notes"])
-    assert not any(".writing" in note for note in summary["notes"])

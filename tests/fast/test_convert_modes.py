@@ -13,13 +13,20 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoProcessor, LlavaForConditionalGeneration
 
 from llava_norm_align.common.errors import InputError
+from llava_norm_align.conversion import convert as conversion
 from llava_norm_align.conversion.convert import convert
 from llava_norm_align.conversion.describe import describe
-from llava_norm_align.conversion.report import QUESTIONS
-from tests.helpers import tiny
+from llava_norm_align.conversion.report import QUESTIONS, run_job
+from tests.helpers import original, tiny
 from tests.helpers.convert import HIDDEN, VOCAB, tiny_llava, write_json
 
 LINEAR_2 = ("multi_modal_projector.linear_2.weight", "multi_modal_projector.linear_2.bias")
+
+
+@pytest.fixture(autouse=True)
+def in_this_process(monkeypatch):
+    """Imports take seconds; the report in a process of its own is test_convert_report's."""
+    monkeypatch.setattr(conversion, "run_in_fresh_process", run_job)
 
 
 @pytest.fixture
@@ -248,6 +255,17 @@ def test_safetensors_win_over_pickled_weights_beside_them(tmp_path):
     assert "pytorch_model.bin was left out: the safetensors beside it are used" in summary["notes"]
 
 
+def test_an_original_llava_is_converted_and_a_dry_run_of_it_writes_nothing(tmp_path):
+    parts = original.build(tmp_path, kind="llama")
+    before = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*"))
+    source, options = parts.folder, {"vision": str(parts.vision), "report": False}
+    planned = convert(str(source), tmp_path / "target", dry_run=True, **options)
+    assert sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*")) == before
+    done = convert(str(source), tmp_path / "target", **options)
+    assert planned["norm"] == done["norm"] and planned["weights"] == done["weights"]
+    assert {file["how"] for file in done["weights"]} == {"rewrite"}
+
+
 @pytest.mark.parametrize("kind", ["llava_next", "llava_onevision", "vipllava"])
 def test_the_families_convert(tmp_path, kind, photos):
     stock = tiny.stock_llava(kind=kind)
@@ -274,7 +292,7 @@ def test_the_families_convert(tmp_path, kind, photos):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"start": "image"}, "--start is 'image'; text .* or visual was expected"),
+        ({"start": "image"}, "--start is 'image'. Pass text .* or visual"),
         ({"start": "visual", "target_norm": 2.0}, "--start visual measures .* --target 2.0 gives one"),
         ({"start": "visual", "norm_type": "scale"}, "--start visual is for a norm with a gain .* --norm is scale"),
         ({"start": "visual", "norm_type": "none"}, "--norm is none"),
