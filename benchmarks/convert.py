@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 from paired import interval, ratio, seconds, write_result
+from shapes import IMAGE_TOKEN, TEXT, VISION
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
 from llava_norm_align.common.weights import StoredTensor, write_header, write_index
@@ -30,23 +31,14 @@ LINK_LIMIT = 2.0  # seconds
 
 
 def config_of(gigabytes: float) -> LlavaConfig:
-    vision = CLIPVisionConfig(
-        hidden_size=1024,
-        intermediate_size=4096,
-        num_hidden_layers=24,
-        num_attention_heads=16,
-        image_size=336,
-        patch_size=14,
-    )
-    text = LlamaConfig(
-        hidden_size=4096, intermediate_size=11008, num_attention_heads=32, vocab_size=32064, tie_word_embeddings=False
-    )
-    text.num_hidden_layers = 0
     layer = 2 * (4 * 4096**2 + 3 * 4096 * 11008)
     rest = 2 * (2 * 4096 * 32064) + 650_000_000
-    text.num_hidden_layers = max(1, min(32, round((gigabytes * 1e9 - rest) / layer)))
+    layers = max(1, min(32, round((gigabytes * 1e9 - rest) / layer)))
     return LlavaConfig(
-        vision_config=vision.to_dict(), text_config=text.to_dict(), image_token_index=32000, dtype="float16"
+        vision_config=CLIPVisionConfig(**VISION).to_dict(),
+        text_config=LlamaConfig(**TEXT, num_hidden_layers=layers, tie_word_embeddings=False).to_dict(),
+        image_token_index=IMAGE_TOKEN,
+        dtype="float16",
     )
 
 

@@ -10,31 +10,18 @@ import argparse
 
 import torch
 from paired import ratio, seconds, write_result
+from shapes import IMAGE_TOKEN, TEXT, VISION, VISUAL_TOKENS
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaForConditionalGeneration
 
 from llava_norm_align import LlavaNormAlignConfig, LlavaNormAlignForConditionalGeneration
 
-IMAGE_TOKEN, PATCHES, TEXT_TOKENS, NEW_TOKENS = 32000, 576, 64, 32
+TEXT_TOKENS, NEW_TOKENS = 64, 32
 
 
 def build(norm_type: str, layers: int) -> LlavaForConditionalGeneration:
     config = LlavaNormAlignConfig(
-        vision_config=CLIPVisionConfig(
-            hidden_size=1024,
-            intermediate_size=4096,
-            num_hidden_layers=24,
-            num_attention_heads=16,
-            image_size=336,
-            patch_size=14,
-        ).to_dict(),
-        text_config=LlamaConfig(
-            hidden_size=4096,
-            intermediate_size=11008,
-            num_attention_heads=32,
-            num_hidden_layers=layers,
-            vocab_size=32064,
-            attn_implementation="eager",
-        ).to_dict(),
+        vision_config=CLIPVisionConfig(**VISION).to_dict(),
+        text_config=LlamaConfig(**TEXT, num_hidden_layers=layers, attn_implementation="eager").to_dict(),
         image_token_index=IMAGE_TOKEN,
         norm_align_type=norm_type,
         norm_align_target=1.0 if norm_type == "layer_norm" else None,
@@ -55,8 +42,8 @@ def main() -> None:
     aligned, stock = build("layer_norm", options.layers), build("none", options.layers)
     stock.model.vision_tower, stock.lm_head = aligned.model.vision_tower, aligned.lm_head
     stock.model.language_model = aligned.model.language_model
-    ids = torch.randint(5, 31999, (1, PATCHES + TEXT_TOKENS))
-    ids[0, 1 : PATCHES + 1] = IMAGE_TOKEN
+    ids = torch.randint(5, 31999, (1, VISUAL_TOKENS + TEXT_TOKENS))
+    ids[0, 1 : VISUAL_TOKENS + 1] = IMAGE_TOKEN
     inputs = {"input_ids": ids, "pixel_values": torch.randn(1, 3, 336, 336, dtype=torch.bfloat16)}
     inputs["attention_mask"] = torch.ones_like(ids)
 
@@ -83,7 +70,7 @@ def main() -> None:
         ratio(rows, "train_norm", "train_stock", 1.01),
         ratio(rows, "generate_norm", "generate_stock", 1.01),
     ]
-    details = {"decoder_layers": options.layers, "visual_tokens": PATCHES, "new_tokens": NEW_TOKENS}
+    details = {"decoder_layers": options.layers, "visual_tokens": VISUAL_TOKENS, "new_tokens": NEW_TOKENS}
     write_result("norm_overhead", rows, figures, **details)
 
 

@@ -18,7 +18,7 @@ from llava_norm_align.conversion.convert import convert
 from llava_norm_align.conversion.describe import describe
 from llava_norm_align.conversion.report import QUESTIONS, run_job
 from tests.helpers import original, tiny
-from tests.helpers.convert import HIDDEN, VOCAB, tiny_llava, write_json
+from tests.helpers.convert import HIDDEN, VOCAB, tiny_llava, write_json, write_photos
 
 LINEAR_2 = ("multi_modal_projector.linear_2.weight", "multi_modal_projector.linear_2.bias")
 
@@ -31,11 +31,7 @@ def in_this_process(monkeypatch):
 
 @pytest.fixture
 def photos(tmp_path):
-    (tmp_path / "photos").mkdir()
-    for seed in range(2):
-        pixels = torch.randint(0, 256, (40, 52, 3), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
-        Image.fromarray(pixels.numpy()).save(tmp_path / "photos" / f"{seed}.png")
-    return sorted((tmp_path / "photos").iterdir())
+    return write_photos(tmp_path / "photos")
 
 
 def digests(folder):

@@ -21,16 +21,12 @@ from llava_norm_align.conversion.convert import convert
 from llava_norm_align.conversion.describe import conclusion
 from llava_norm_align.conversion.report import run_in_fresh_process, run_job, sample_photos
 from llava_norm_align.diagnosis.norms import layer0_norms
-from tests.helpers.convert import HIDDEN, IMAGE, VOCAB, tiny_llava
+from tests.helpers.convert import HIDDEN, IMAGE, VOCAB, tiny_llava, write_photos
 
 
 @pytest.fixture
 def photos(tmp_path):
-    (tmp_path / "photos").mkdir()
-    for seed in range(2):
-        pixels = torch.randint(0, 256, (40, 52, 3), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
-        Image.fromarray(pixels.numpy()).save(tmp_path / "photos" / f"{seed}.png")
-    return sorted((tmp_path / "photos").iterdir())
+    return write_photos(tmp_path / "photos")
 
 
 def test_the_report_runs_in_a_fresh_process_and_ends_with_the_agreement(tmp_path, photos, monkeypatch):

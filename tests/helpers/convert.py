@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlavaConfig, LlavaForConditionalGeneration, PreTrainedTokenizerFast
@@ -130,6 +131,15 @@ def write_processor(folder: Path) -> None:
         "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
     )
     write_json(folder / "chat_template.json", {"chat_template": template})
+
+
+def write_photos(folder: Path) -> list[Path]:
+    """Two images of noise."""
+    folder.mkdir()
+    for seed in range(2):
+        pixels = torch.randint(0, 256, (40, 52, 3), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+        Image.fromarray(pixels.numpy()).save(folder / f"{seed}.png")
+    return sorted(folder.iterdir())
 
 
 def write_json(path: Path, content: dict) -> None:
