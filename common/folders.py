@@ -18,8 +18,17 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 MAX_NAME = 240  # bytes; file systems end at 255, and the name is written with a prefix and a suffix
 
 
+def check_utf8(path: Path | str) -> None:
+    """InputError for a path that safetensors and transformers cannot open."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise InputError(f"The path {str(path)!r} is not UTF-8, so its files cannot be opened. Rename it.") from None
+
+
 def check_target(target: Path, overwrite: bool = False, sources: tuple[Path, ...] = ()) -> None:
     """Raise InputError unless `target` can become a new folder that touches none of `sources`."""
+    check_utf8(target)
     resolved = target.resolve()
     for source in sources:
         source = source.resolve()

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel, ProcessorMixin
 
 from llava_norm_align.common.errors import InputError
+from llava_norm_align.common.folders import check_utf8
 from llava_norm_align.common.weights import read_json
 
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -28,7 +29,9 @@ PICKLED_FILES = ["pytorch_model*.bin", "mm_projector.bin"]
 def resolve_model(model: str, revision: str | None = None, patterns: list[str] | None = None) -> Path:
     """The local folder of `model`: a folder, or a Hub id that is downloaded to the cache (`patterns`: which files)."""
     path = Path(model)
+    check_utf8(path)
     if os.path.isdir(path):  # unlike Path.is_dir, no error below a folder that may not be read
+        check_readable_folder(path)
         return path
     if os.path.exists(path):
         raise InputError(f"{model} is a file. Name a model folder, or a Hub id such as llava-hf/llava-1.5-7b-hf.")
@@ -72,10 +75,15 @@ def resolve_weights(model: str, revision: str | None = None) -> Path:
     return folder
 
 
-def load_config(folder: Path) -> dict[str, Any]:
-    """config.json of a model folder as a dict, with a model_type."""
+def check_readable_folder(folder: Path) -> None:
+    """InputError if you may not read `folder`."""
     if not os.access(folder, os.R_OK | os.X_OK):
         raise InputError(f"You may not read the folder {folder}. Give yourself the permission, or name another one.")
+
+
+def load_config(folder: Path) -> dict[str, Any]:
+    """config.json of a model folder as a dict, with a model_type."""
+    check_readable_folder(folder)
     if not any(folder.iterdir()):
         raise InputError(f"The folder {folder} is empty. Name a model folder, with config.json and weights.")
     config = read_json(folder / "config.json", "the configuration of a model")

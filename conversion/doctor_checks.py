@@ -12,7 +12,7 @@ import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 
 from llava_norm_align.common.errors import InputError
-from llava_norm_align.common.loading import first_line, load_config
+from llava_norm_align.common.loading import check_readable_folder, first_line, load_config
 from llava_norm_align.common.results import FOLDER
 from llava_norm_align.common.weights import INDEX_FILE, StoredTensor, StoredWeights, read_json, read_weights
 from llava_norm_align.conversion import verify
@@ -42,6 +42,7 @@ class Patient:
         """InputError if `folder` holds no model, or one that is not norm-aligned."""
         if not folder.is_dir():
             raise InputError(f"There is no folder {folder}. Name a folder that llava-norm-align convert wrote.")
+        check_readable_folder(folder)
         self.folder, self.failed = folder, set()
         self.files: dict[str, dict[str, Any]] = {}  # the JSON files by name
         self.broken: dict[str, str] = {}  # of those that are none: what is wrong

@@ -58,7 +58,7 @@ CALLS = {
     "convert {source} {root}/text.png/target": "text.png is not a folder that you may write to",
     "convert {source} {root}/{long}": "has more than 240 bytes",
     "convert {source} .": "holds the working folder",
-    "convert {source} / --overwrite": "holds your home|overlap",
+    "convert {source} /": "holds your home|overlap",
     "doctor {source}": "is a stock model .*llava-norm-align convert",
     "doctor {root}/text.png": "text.png",
     "doctor {root}/nothing": "There is no folder .*nothing",

@@ -77,6 +77,14 @@ FOLDERS = {
         lambda f: change_config(f, projector_hidden_act="nope"),
         r"cannot build the model of \S+source/config.json \(KeyError: 'nope'\)",
     ),
+    "unknown dtype": (
+        lambda f: change_config(f, dtype="float7", torch_dtype="float7"),
+        r"cannot read \S+source/config.json as a llava .*float7",
+    ),
+    "dtype of whole numbers": (
+        lambda f: change_config(f, dtype="int8", torch_dtype="int8"),
+        r"cannot build the model of \S+source/config.json .*torch.int8",
+    ),
     "layer outside of the tower": (
         lambda f: change_config(f, vision_feature_layer=-99),
         "vision_feature_layer in .* is -99, but the vision tower has 2 layers: whole numbers from -3 to 2",

@@ -68,7 +68,9 @@ def start(arguments, log, prepare=lambda: None):
     try:
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(output, 1), os.dup2(output, 2)
-        sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))
+        sys.stdout, sys.stderr = (
+            open(number, "w", buffering=1, errors="backslashreplace", closefd=False) for number in (1, 2)
+        )
         sys.argv = ["llava-norm-align", *map(str, arguments)]
         prepare()
         cli.main()
@@ -137,20 +139,32 @@ def break_off_and_go_on(source, target, seconds, log, number, options=()):
     return met
 
 
+def duration(arguments, log, runs=3):
+    """The seconds that the fastest of some runs takes."""
+    seconds = []
+    for _ in range(runs):
+        began = time.perf_counter()
+        code, output = run(arguments, log)
+        seconds.append(time.perf_counter() - began)
+        assert code == 0, output
+    return min(seconds)
+
+
 def moments(count, seconds, generator):
     """`count` moments of a run that takes `seconds`: one in each of as many equal parts."""
     return [(part + generator.random()) / count * seconds for part in range(count)]
 
 
 @contextmanager
-def full_disk(folder, size):
+def full_disk(folder, size, mount=True):
     """A disk of `size` bytes at `folder`, and what a child must call for it to be full after them.
 
     A mount needs root; elsewhere a limit on the size of files stands in for it.
     """
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
-    mounted = bool(shutil.which("mount")) and subprocess.run(command, capture_output=True).returncode == 0
+    possible = mount and shutil.which("mount")
+    mounted = bool(possible) and subprocess.run(command, capture_output=True).returncode == 0
     try:
         yield (lambda: None) if mounted else (lambda: limit_files(size // 8))
     finally:
