@@ -32,6 +32,8 @@ def resolve_model(model: str, revision: str | None = None, patterns: list[str] |
     check_utf8(path)
     if os.path.isdir(path):  # unlike Path.is_dir, no error below a folder that may not be read
         check_readable_folder(path)
+        if revision is not None:
+            raise InputError(f"{model} is a folder, which has no revision {revision}. Leave out --revision.")
         return path
     if os.path.exists(path):
         raise InputError(f"{model} is a file. Name a model folder, or a Hub id such as llava-hf/llava-1.5-7b-hf.")

@@ -36,6 +36,7 @@ ARGUMENTS = {
     "--images {root}/cut.png": "cut.png is a broken image",
     "--images {root}/empty": "The folder .*empty of --images is empty",
     "--report --dry-run --images {root}/none.png": "There is no image file at .*none.png",
+    "--revision main": "source is a folder, which has no revision main. Leave out --revision",
 }
 
 # another SRC or DST, and verbs -> what the message says
