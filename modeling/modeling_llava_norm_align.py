@@ -166,6 +166,9 @@ class NormAlignPreTrainedMixin:
 
     def save_pretrained(self, save_directory, *args, push_to_hub=False, **kwargs):
         """As in transformers; the folder also holds the code files, so that it loads with trust_remote_code."""
+        for path in Path(save_directory).glob("*.safetensors"):
+            if path.stat().st_nlink > 1:  # written in place, it would change the model that it was linked from
+                path.unlink()
         super().save_pretrained(save_directory, *args, **kwargs)
         if kwargs.get("is_main_process", True) and Path(save_directory, "config.json").is_file():
             save_code(save_directory, type(self))

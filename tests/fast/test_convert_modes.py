@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 from transformers import AutoModelForImageTextToText, AutoProcessor, LlavaForConditionalGeneration
 
 from llava_norm_align.common.errors import InputError
@@ -77,6 +77,25 @@ def test_link_shares_the_weight_files_and_nothing_else(tmp_path):
     assert {name: digest for name, digest in digests(target).items() if not name.startswith("norm_align")} == {
         name: digest for name, digest in copied.items() if not name.startswith("norm_align")
     }
+
+
+@pytest.mark.parametrize("norm_type", ["layer_norm", "none"])  # saved under another name, and under the same one
+def test_saving_a_model_into_a_linked_folder_leaves_the_source_alone(tmp_path, monkeypatch, norm_type):
+    source, target = tiny_llava(tmp_path / "source"), tmp_path / "target"
+    convert(str(source), target, report=False, link=True, norm_type=norm_type)
+    before = digests(source)
+
+    def write_in_place(tensors, filename, metadata=None):  # as safetensors did before 0.8
+        Path(filename).write_bytes(save(tensors, metadata))
+
+    monkeypatch.setattr("transformers.modeling_utils.safe_save_file", write_in_place)
+    model = AutoModelForImageTextToText.from_pretrained(target)
+    with torch.no_grad():
+        model.lm_head.weight.add_(1)
+    model.save_pretrained(target)
+    assert digests(source) == before
+    again = AutoModelForImageTextToText.from_pretrained(target)
+    assert torch.equal(again.lm_head.weight, model.lm_head.weight)
 
 
 def test_link_takes_the_blob_behind_a_link_of_the_hub_cache(tmp_path):
