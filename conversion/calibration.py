@@ -35,12 +35,14 @@ def check_gain(target_norm: float, hidden_size: int) -> None:
         )
 
 
-def measure_table(table: StoredTensor, vocab_size: int, hidden_size: int, eps: float = EPS) -> dict[str, Any]:
+def measure_table(
+    table: StoredTensor, vocab_size: int, hidden_size: int, eps: float = EPS, own_rows: int | None = None
+) -> dict[str, Any]:
     """Norm statistics of the rows of a text embedding table [vocab_size, hidden_size], and the table's sha256.
 
-    `mean` is T. Rows with ||w||_2 <= eps are left out; if that leaves none, the statistics are None. The table is
-    read in chunks of rows; sums are float64. InputError for a table that has another shape, is quantised, or has NaN
-    or inf.
+    `mean` is T. Rows with ||w||_2 <= eps are left out, and those from `own_rows` on, which we added; if that leaves
+    none, the statistics are None. The table is read in chunks of rows; sums are float64. InputError for a table that
+    has another shape, is quantised, or has NaN or inf.
     """
     where = f"The text embedding table {table.name} in {table.file}"
     if table.shape != (vocab_size, hidden_size):
@@ -56,7 +58,7 @@ def measure_table(table: StoredTensor, vocab_size: int, hidden_size: int, eps: f
         raise InputError(
             f"{where} has NaN or inf in {bad} of {len(norms)} rows. Download or train the checkpoint again."
         )
-    used = norms[norms > eps]
+    used = norms[:own_rows][norms[:own_rows] > eps]
     measured = len(used) > 0
     return {
         "tensor": table.name,

@@ -96,7 +96,7 @@ def convert(
         )
 
     with _workplace(target, overwrite, origin, dry_run) as folder:
-        notes = stage_original(origin, folder / STAGE, vision, text, dry_run) if staged else []
+        notes, own_rows = stage_original(origin, folder / STAGE, vision, text, dry_run) if staged else ([], None)
         stock = read_source(folder / STAGE if staged else origin)
         if link and (staged or stock.weights.pickled):
             raise InputError(f"The weights of {origin} are not safetensors of a transformers LLaVA. Leave out --link.")
@@ -105,8 +105,8 @@ def convert(
             _check_space(target, stock)
         asked, (report, why_no_report) = report is True, _plan_report(stock, images, False if dry_run else report)
         on_images = norm_type == "scale" or start == "visual"
-        images = images or (sample_photos() if report or on_images else [])
-        calibration = calibrate(stock, target_norm, start)
+        images = images or (sample_photos("A conversion that measures images") if report or on_images else [])
+        calibration = calibrate(stock, target_norm, start, own_rows)
         fields = _norm_fields(norm_type, calibration["target_norm"], bias, gradient_compensation)
         clock.lap("calibrate")
 
@@ -135,7 +135,8 @@ def convert(
             "norm": fields,
             "folded": fold,
             "calibration": calibration,
-            "weights": [_describe(file, staged) for file in plan],
+            "weights": [_describe(file, origin if staged else None) for file in plan],
+            "files": sorted(str(path.relative_to(folder)) for path in _files(folder)),
         }
         if dry_run:
             return {**summary, "dry_run": True, "notes": notes, "seconds": clock.seconds}
@@ -305,9 +306,14 @@ def _write_small_files(folder: Path, stock: Source) -> list[str]:
         return notes + complete_processor_files(folder, stock.config) + make_tokenizer_portable(folder)
 
 
-def _describe(file: WeightFile, staged: bool) -> dict[str, Any]:
-    how = "rewrite" if staged else file.how  # a staged file is new, whatever brings it to its place
-    return {"file": file.name, "from": file.source.name, "bytes": file.source.stat().st_size, "how": how}
+def _describe(file: WeightFile, origin: Path | None) -> dict[str, Any]:
+    """One weight file; what comes from an `origin` in another layout is new, whatever brings it to its place."""
+    name, how = (origin.name, "rewrite") if origin else (file.source.name, file.how)
+    return {"file": file.name, "from": name, "bytes": file.source.stat().st_size, "how": how}
+
+
+def _files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file() and STAGE not in path.parts]
 
 
 def _check_source_fits(folder: Path, stock: Source, origin: Path, fold: bool) -> int:

@@ -1,6 +1,7 @@
 """Numbered checks of a norm-aligned model folder, and the repairs that are safe."""
 
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -22,6 +23,8 @@ from llava_norm_align.conversion.doctor_processor import (
 )
 from llava_norm_align.conversion.processor_fields import complete_processor_files, make_tokenizer_portable
 from llava_norm_align.conversion.verify import quiet_transformers
+
+REPAIRABLE = ("code", "processor", "tokenizer")  # checks whose faults `repair` may mend
 
 
 @dataclass(frozen=True)
@@ -96,10 +99,14 @@ def _repair_code(patient: Patient) -> list[str]:
     faults, changes = code_faults(patient), []
     for name, content in code_files(patient.model_class).items():
         if name in faults:
+            kept = ""
+            if (patient.folder / name).is_file():  # somebody may want what was edited
+                shutil.copyfile(patient.folder / name, patient.folder / f"{name}.bak")
+                kept = f"; the old one is {name}.bak"
             partial = patient.folder / f".{name}.writing"
             partial.write_bytes(content)
             os.replace(partial, patient.folder / name)
-            changes.append(f"{name}: written, because it {faults[name]}")
+            changes.append(f"{name}: written, because it {faults[name]}{kept}")
     config, auto_map = patient.read(CONFIG_FILE), patient.model_class.config_class.AUTO_MAP
     if config.get("auto_map") != auto_map:
         write_json(patient.folder / CONFIG_FILE, {**config, "auto_map": auto_map})

@@ -43,7 +43,7 @@ def _check_python(python: Path) -> Path:
             f"--python {python}: this program is no Python interpreter. Name one, such as venv/bin/python."
         ) from None
     if missing:
-        raise InputError(f"--python {python}: {' and '.join(missing)} is not installed there. Install it first.")
+        raise InputError(f"--python {python}: not installed there: {' and '.join(missing)}. Install first.")
     return found
 
 
@@ -56,7 +56,7 @@ def tokenizer_elsewhere(folder: Path, pythons: Sequence[Path]) -> list[str]:
 def check_alone(patient: Patient, python: Path, load: bool) -> str:
     """The folder loads and answers once in a fresh process of `python`: the answer, versions and seconds in words."""
     if not load:
-        raise NotRun("load=False")
+        raise NotRun("left out by --no-load")
     patient.require(1, 2, 3, 5, 6, 7)
     prompt = "image" if has_processor(patient) else "text" if has_tokenizer(patient) else "ids"
     result = run_alone(patient.folder, python, prompt)

@@ -100,8 +100,9 @@ def _find_class(folder: Path, model_type: str) -> type[PreTrainedModel]:
         return ours[model_type]
     if model_type in FAMILIES:
         raise InputError(
-            f"{folder} is a stock model (model_type {model_type} in config.json): it is not converted. "
-            "Run: llava-norm-align convert SOURCE TARGET, and examine TARGET."
+            f"{folder} is a stock model (model_type {model_type} in config.json), not converted or with its factor "
+            "folded in (--fold): it has no norm to examine. Run: llava-norm-align convert SOURCE TARGET, and examine "
+            "TARGET."
         )
     raise InputError(
         f"{folder / CONFIG_FILE} says model_type {model_type}, but one of {', '.join(ours)} was expected. "

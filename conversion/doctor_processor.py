@@ -216,7 +216,7 @@ def check_tokenizer(patient: Patient, load_elsewhere: Callable[[], list[str]] | 
     if faults:
         raise Failed("; ".join(faults))
     if load_elsewhere is None:
-        return "nothing in its files that one of the lines could not read; it was not loaded"
+        return "transformers 4.57 and 5 both know what its files name; it was not loaded"
     try:
         with quiet_transformers():
             name = type(AutoTokenizer.from_pretrained(patient.folder, trust_remote_code=False)).__name__

@@ -86,8 +86,8 @@ def is_original(source: Path) -> bool:
 
 def stage_original(
     source: Path, stage: Path, vision: str | None, text: str | None, dry_run: bool = False
-) -> list[str]:
-    """Write the LLaVA in `source` to the new folder `stage` as a stock one; returns notes for the user.
+) -> tuple[list[str], int]:
+    """Write the LLaVA in `source` to the new folder `stage` as a stock one; returns notes, and the rows of its table.
 
     `source`: a folder in the original layout, whose vision tower is `vision` (a CLIP: folder or Hub id); or an
     mm_projector.bin, or a folder with it and no language model, which is then `text`. Weights are copied as bytes; the
@@ -141,7 +141,8 @@ def stage_original(
     _write_generation_config(stage, text_folder, llm, ids)
     write_weights(stage, tower, llm, projector, rows, dry_run)
     check_loads(stage, vision, text or str(source))
-    return _notes(stage, config, llm, ids, rows, vision, bool(trained_tower))
+    notes = _notes(stage, config, llm, ids, rows, vision, bool(trained_tower))
+    return notes, llm.tensors[EMBEDDING].shape[0]
 
 
 def _read_config(source: Path) -> dict[str, Any]:

@@ -42,11 +42,11 @@ ANSWER_TOKENS = 16
 MODEL_INPUTS = ("input_ids", "attention_mask", "pixel_values", "image_sizes")
 
 
-def sample_photos() -> list[Path]:
-    """The photos of scikit-image, without importing it."""
+def sample_photos(purpose: str = "A report") -> list[Path]:
+    """The photos of scikit-image, without importing it. InputError, with the `purpose`, if it is not installed."""
     spec = importlib.util.find_spec("skimage")
     if spec is None or spec.origin is None:
-        raise missing_extra("scikit-image", "samples", "A report without --images")
+        raise missing_extra("scikit-image", "samples", f"{purpose} without --images")
     return [Path(spec.origin).parent / "data" / name for name in SAMPLE_PHOTOS]
 
 

@@ -12,13 +12,16 @@ from llava_norm_align.conversion.source import Source
 from llava_norm_align.conversion.verify import quiet_transformers
 
 
-def calibrate(stock: Source, target_norm: float | None, start: str = "text") -> dict[str, Any]:
+def calibrate(
+    stock: Source, target_norm: float | None, start: str = "text", own_rows: int | None = None
+) -> dict[str, Any]:
     """The text table's norms, and T with where it came from; with start "visual", T is None until it is measured.
 
+    Rows of the table from `own_rows` on were added to the source and are left out.
     InputError for a language model that scales its embeddings, where the table's norm is no target, unless T is given.
     """
     text_config = stock.config.text_config
-    table = measure_table(stock.table, text_config.vocab_size, text_config.hidden_size)
+    table = measure_table(stock.table, text_config.vocab_size, text_config.hidden_size, own_rows=own_rows)
     with quiet_transformers():
         scale = measure_embedding_scale(text_config)
     calibration = {

@@ -244,7 +244,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the checks as JSON and nothing else.")] = False,
 ) -> None:
     """Check a norm-aligned model folder; exit code 1 if a check fails."""
-    from llava_norm_align.conversion.doctor import examine_stepwise, repair
+    from llava_norm_align.conversion.doctor import REPAIRABLE, examine_stepwise, repair
 
     changes = repair(folder) if repaired else []
     echo = (lambda line: None) if as_json else typer.echo
@@ -259,6 +259,8 @@ def doctor(
         content = {"folder": str(folder), "ok": not failed, "checks": list(map(vars, checks)), "repaired": changes}
         typer.echo(json.dumps(content, indent=2))
     echo(f"{failed} of {len(checks)} checks failed" if failed else "No check failed")
+    if {check.name for check in checks if check.status == "failed"} & set(REPAIRABLE) and not repaired:
+        echo("What --repair can mend: processor fields (a -> b above), tokenizer class, code files")
     if failed:
         raise typer.Exit(1)
 

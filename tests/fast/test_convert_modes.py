@@ -71,7 +71,7 @@ def test_link_shares_the_weight_files_and_nothing_else(tmp_path):
         assert os.path.samefile(ours, theirs)
     assert digests(source) == before
     assert summary["verification"]["linked"] == 2 and summary["verification"]["sha256"] == {}
-    assert "2 weight files are the source's own; a change in one is a change in both" in describe(summary)
+    assert "Linked weight files: 2, the source's own" in describe(summary)
     convert(str(source), tmp_path / "copied", report=False)
     copied = digests(tmp_path / "copied")
     assert {name: digest for name, digest in digests(target).items() if not name.startswith("norm_align")} == {
@@ -207,6 +207,12 @@ def test_a_dry_run_says_what_would_be_and_writes_nothing(tmp_path, photos, optio
     how = "link" if options.get("link") else "copy"
     text = describe(planned)
     assert f"Would {how}: model-00001-of-00002.safetensors" in text
+    written = sorted(
+        str(path.relative_to(tmp_path / "new" / "target"))
+        for path in (tmp_path / "new" / "target").rglob("*")
+        if path.is_file()
+    )
+    assert planned["files"] == written and "Files: chat_template.json, config.json" in text
     assert text.splitlines()[-1] == f"Nothing was written to {tmp_path / 'new' / 'target'} (--dry-run)."
 
 
@@ -279,6 +285,11 @@ def test_an_original_llava_is_converted_and_a_dry_run_of_it_writes_nothing(tmp_p
     done = convert(str(source), tmp_path / "target", **options)
     assert planned["norm"] == done["norm"] and planned["weights"] == done["weights"]
     assert {file["how"] for file in done["weights"]} == {"rewrite"}
+    assert {file["from"] for file in done["weights"]} == {source.name}
+    norms = parts.llm.get_input_embeddings().weight.detach().double().norm(dim=1)  # without the rows that are added
+    assert done["norm"]["norm_align_target"] == pytest.approx(norms.mean().item(), rel=1e-6)
+    assert done["calibration"]["table"]["rows_left_out"] == done["calibration"]["table"]["rows"] - len(norms) > 0
+    assert "tensors were rewritten and read back" in describe(done)
 
 
 @pytest.mark.parametrize("kind", ["llava_next", "llava_onevision", "vipllava"])

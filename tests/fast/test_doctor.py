@@ -52,7 +52,7 @@ def test_a_sound_folder_passes_every_check_that_is_run(model):
     before = snapshot(model)
     checks = examine(model, load=False)
     assert statuses(checks) == {**dict.fromkeys(range(1, 8), "ok"), 8: "not run"}
-    assert checks[-1].detail == "load=False"
+    assert checks[-1].detail == "left out by --no-load"
     assert snapshot(model) == before
 
 

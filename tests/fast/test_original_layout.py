@@ -66,7 +66,7 @@ def test_stock_llava_computes_the_same(tmp_path, case):
     assert is_original(parts.folder)
     before, after = original.encode(parts.folder, PROMPT)
     stage = tmp_path / "stage"
-    notes = stage_original(parts.folder, stage, str(parts.vision), None)
+    notes, _ = stage_original(parts.folder, stage, str(parts.vision), None)
     feature = CASES[case].get("mm_vision_select_feature", "patch")
     model, processor, logits = check_parity(parts, stage, before, after, feature=feature)
     assert model.config.text_config.model_type == CASES[case]["kind"]
@@ -152,7 +152,7 @@ def test_a_projector_alone(tmp_path, as_file, config):
         shutil.copy(parts.folder / "config.json", source)
     assert is_original(source) and is_original(source / "mm_projector.bin")
     source = source / "mm_projector.bin" if as_file else source
-    notes = stage_original(source, tmp_path / "stage", str(parts.vision), str(text))
+    notes, _ = stage_original(source, tmp_path / "stage", str(parts.vision), str(text))
     check_parity(parts, tmp_path / "stage", *original.encode(parts.folder, PROMPT))
     assert any("-2, patches" in note for note in notes) is not config
 
@@ -160,7 +160,7 @@ def test_a_projector_alone(tmp_path, as_file, config):
 def test_images_are_padded_as_in_training(tmp_path):
     parts = original.build(tmp_path, "llama", image_aspect_ratio="pad")
     stage = tmp_path / "stage"
-    notes = stage_original(parts.folder, stage, str(parts.vision), None)
+    notes, _ = stage_original(parts.folder, stage, str(parts.vision), None)
     assert any("padded to a square" in note for note in notes)
     photo = tiny.photo()  # 52 x 40
     tower_processor = CLIPImageProcessor.from_pretrained(parts.vision)
@@ -203,7 +203,7 @@ def test_a_tokenizer_without_padding_gets_a_token(tmp_path):
     parts = original.build(tmp_path, "llama", pad_token_id="absent")
     original.write_slow_tokenizer(parts.folder, pad=None)
     stage = tmp_path / "stage"
-    notes = stage_original(parts.folder, stage, str(parts.vision), None)
+    notes, _ = stage_original(parts.folder, stage, str(parts.vision), None)
     assert any("<image> 300, <pad> 301" in note for note in notes)
     model, processor, _ = read(stage)
     assert processor.tokenizer.pad_token == "<pad>" and processor.tokenizer.pad_token_id == 301
@@ -226,7 +226,7 @@ def test_own_tokenizer_and_rows_are_kept(tmp_path):
     (parts.folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (parts.folder / "special_tokens_map.json").write_text(json.dumps(special))
     stage = tmp_path / "stage"
-    notes = stage_original(parts.folder, stage, str(parts.vision), None)
+    notes, _ = stage_original(parts.folder, stage, str(parts.vision), None)
     model, processor, inputs = read(stage)
     assert model.config.image_token_index == tiny.IMAGE_TOKEN_ID
     assert processor.tokenizer.pad_token == "<unk>" and processor.tokenizer.pad_token_id == 3
