@@ -26,6 +26,7 @@ from llava_norm_align.conversion.processor_fields import (
     complete_processor_files,
     make_tokenizer_portable,
 )
+from llava_norm_align.conversion.processor_files import carry_chat_template
 from llava_norm_align.conversion.report import run_in_fresh_process, sample_photos
 from llava_norm_align.conversion.source import Source, read_source
 from llava_norm_align.conversion.target import calibrate, scale_factor
@@ -95,13 +96,16 @@ def convert(
             f"{origin} is a whole model in the transformers layout, so --vision and --text have no use. Omit them."
         )
 
-    with _workplace(target, overwrite, origin, dry_run) as folder:
+    inputs = [path for path in (origin, *map(Path, filter(None, (vision, text))), *images) if path.exists()]
+    with _workplace(target, overwrite, inputs, dry_run) as folder:
         notes, own_rows = stage_original(origin, folder / STAGE, vision, text, dry_run) if staged else ([], None)
         stock = read_source(folder / STAGE if staged else origin)
         if link and (staged or stock.weights.pickled):
             raise InputError(f"The weights of {origin} are not safetensors of a transformers LLaVA. Leave out --link.")
         check_processor_files(stock.folder, stock.config)
-        if not (link or staged):
+        if link:
+            _check_link(target, stock)
+        elif not staged:
             _check_space(target, stock)
         asked, (report, why_no_report) = report is True, _plan_report(stock, images, False if dry_run else report)
         on_images = norm_type == "scale" or start == "visual"
@@ -213,16 +217,25 @@ def check_options(norm_type: str, target_norm: float | None, start: str, fold: b
 
 
 @contextmanager
-def _workplace(target: Path, overwrite: bool, origin: Path, dry_run: bool) -> Iterator[Path]:
-    """The folder that becomes `target`, or one that is thrown away."""
-    sources = (origin,) if origin.is_dir() else ()
+def _workplace(target: Path, overwrite: bool, inputs: Sequence[Path], dry_run: bool) -> Iterator[Path]:
+    """The folder that becomes `target`, which touches none of `inputs`, or one that is thrown away."""
     if dry_run:
-        check_target(target, overwrite, sources)
+        check_target(target, overwrite, tuple(inputs))
         with tempfile.TemporaryDirectory(prefix="llava-norm-align-") as folder:
             yield Path(folder)
     else:
-        with new_folder(target, overwrite, sources) as folder:
+        with new_folder(target, overwrite, tuple(inputs)) as folder:
             yield folder
+
+
+def _check_link(target: Path, stock: Source) -> None:
+    parent = next(path for path in target.resolve().parents if path.exists())
+    for file in stock.weights.files:
+        if file.resolve().stat().st_dev != parent.stat().st_dev:
+            raise InputError(
+                f"{file} and {target} lie on different file systems, which a hard link cannot join. Leave out --link "
+                "to copy, or name a target on the disk of the source."
+            )
 
 
 def _check_space(target: Path, stock: Source) -> None:
@@ -288,9 +301,12 @@ def _processor_problem(folder: Path, stock: Source) -> str | None:
     """Why the processor of the new folder, which is the source's, cannot be loaded; None if it can."""
     try:
         with quiet_transformers():
-            load_processor(folder)
+            processor = load_processor(folder)
     except InputError as error:
         return str(error).replace(str(folder), str(stock.folder))
+    if not hasattr(processor, "image_token"):
+        name = type(processor).__name__
+        return f"The processor files of {stock.folder} name {name}, which has no image token. Correct processor_class"
     return None
 
 
@@ -303,7 +319,8 @@ def _write_small_files(folder: Path, stock: Source) -> list[str]:
             for path in sorted(stock.folder.glob("pytorch_model*.bin"))
         ]
     with quiet_transformers():
-        return notes + complete_processor_files(folder, stock.config) + make_tokenizer_portable(folder)
+        notes += complete_processor_files(folder, stock.config)
+    return notes + make_tokenizer_portable(folder) + carry_chat_template(folder)
 
 
 def _describe(file: WeightFile, origin: Path | None) -> dict[str, Any]:

@@ -68,5 +68,5 @@ def _verified_lines(summary: dict[str, Any]) -> list[str]:
             f"{start['same_answers']} of {compared['image_prompts']} answers kept"
             for name, start in compared["starts"].items()
         ]
-    imports = f" (imports: {seconds['imports']:.1f} s)" if "imports" in seconds else ""
+    imports = f" (imports: {seconds['imports']:.1f} s of CPU)" if "imports" in seconds else ""
     return [*lines, f"Written: {summary['target']} in {seconds['total']:.1f} s{imports}"]

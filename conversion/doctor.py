@@ -22,6 +22,7 @@ from llava_norm_align.conversion.doctor_processor import (
     tokenizer_changes,
 )
 from llava_norm_align.conversion.processor_fields import complete_processor_files, make_tokenizer_portable
+from llava_norm_align.conversion.processor_files import carry_chat_template
 from llava_norm_align.conversion.verify import quiet_transformers
 
 REPAIRABLE = ("code", "processor", "tokenizer")  # checks whose faults `repair` may mend
@@ -115,10 +116,11 @@ def _repair_code(patient: Patient) -> list[str]:
 
 
 def _repair_processor(patient: Patient) -> list[str]:
+    changes = carry_chat_template(patient.folder)
     if not processor_changes(patient):
-        return []  # the files stay as they are, byte for byte
+        return changes  # the files stay as they are, byte for byte
     with quiet_transformers():
-        return complete_processor_files(patient.folder, patient.config)
+        return changes + complete_processor_files(patient.folder, patient.config)
 
 
 def _repair_tokenizer(patient: Patient) -> list[str]:

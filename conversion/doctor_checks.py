@@ -17,6 +17,7 @@ from llava_norm_align.common.results import FOLDER
 from llava_norm_align.common.weights import INDEX_FILE, StoredTensor, StoredWeights, read_json, read_weights
 from llava_norm_align.conversion import verify
 from llava_norm_align.conversion.processor_fields import JSON_FILES
+from llava_norm_align.conversion.source import TABLE_NAME, check_head
 from llava_norm_align.modeling.families import FAMILIES
 from llava_norm_align.modeling.modeling_llava_norm_align import save_code
 
@@ -159,6 +160,10 @@ def check_keys(patient: Patient) -> str:
         raise Failed(
             f"The image token id in {CONFIG_FILE} is {config.image_token_id!r}; the text table has {rows} rows."
         )
+    weights = read_weights(patient.folder)
+    table = next((tensor for name, tensor in weights.tensors.items() if TABLE_NAME.fullmatch(name)), None)
+    if table is not None:
+        check_head(patient.folder, patient.read(CONFIG_FILE), config, weights, table)
     return f"{count:,} tensors as transformers {transformers.__version__} expects them"
 
 

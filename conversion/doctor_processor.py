@@ -210,7 +210,14 @@ def check_tokenizer(patient: Patient, load_elsewhere: Callable[[], list[str]] | 
     faults = [*_foreign_code(patient, TOKENIZER_FILE), *tokenizer_changes(patient)]
     if patient.read("tokenizer.json"):
         try:
-            token_ids(patient.folder / "tokenizer.json")
+            ids = token_ids(patient.folder / "tokenizer.json")
+            token, largest = max(ids.items(), key=lambda item: item[1])
+            rows = patient.config.text_config.vocab_size
+            if largest >= rows:
+                faults.append(
+                    f"tokenizer.json gives {token!r} the id {largest}, but the text table has {rows} rows: a prompt "
+                    "with it fails. Add the row, or take the token out"
+                )
         except InputError as error:
             faults.append(str(error))
     if faults:

@@ -201,7 +201,8 @@ def make_tokenizer_portable(folder: Path) -> list[str]:
         changes.append(f"{TOKENIZER_FILE}: tokenizer_class TokenizersBackend -> PreTrainedTokenizerFast")
     if isinstance(content.get("extra_special_tokens"), list):
         extra = content.pop("extra_special_tokens")
-        content["additional_special_tokens"] = content.get("additional_special_tokens") or extra
+        known = content.get("additional_special_tokens") or []
+        content["additional_special_tokens"] = known + [token for token in extra if token not in known]
         changes.append(f"{TOKENIZER_FILE}: the list extra_special_tokens -> additional_special_tokens")
     if changes:
         write_json(path, content)

@@ -17,6 +17,7 @@ from llava_norm_align.conversion.processor_fields import (
     PROCESSOR_FILE,
     TOKENIZER_FILE,
     check_size,
+    image_token,
     make_tokenizer_portable,
 )
 from llava_norm_align.conversion.verify import quiet_transformers
@@ -193,6 +194,26 @@ def _write_tokenizer_config(folder: Path, config: dict[str, Any]) -> None:
     config.setdefault("model_input_names", ["input_ids", "attention_mask"])  # 4.57 would add token_type_ids
     config["processor_class"] = "LlavaProcessor"
     write_json(folder / TOKENIZER_FILE, config)
+
+
+def carry_chat_template(folder: Path) -> list[str]:
+    """Write the tokenizer's own chat template where the processor looks for one; returns what was changed, in words.
+
+    A language model's template is made to accept images. Folders whose processor has a template, or whose tokenizer
+    has none, stay as they are, as do those with another image token than LLaVA's.
+    """
+    if not (folder / TOKENIZER_FILE).is_file() or image_token(folder) != IMAGE_TOKEN:
+        return []
+    if any((folder / name).is_file() for name in ("chat_template.json", "chat_template.jinja")):
+        return []
+    processor = folder / PROCESSOR_FILE
+    if processor.is_file() and read_json(processor, "a part of the processor").get("chat_template"):
+        return []
+    config = read_json(folder / TOKENIZER_FILE, "a tokenizer's settings")
+    if not config.get("chat_template"):
+        return []
+    (folder / "chat_template.jinja").write_text(_read_chat_template(folder, config), encoding="utf-8")
+    return [f"chat_template.jinja: written from {TOKENIZER_FILE}, where the processor does not look for it"]
 
 
 def _read_chat_template(source: Path, config: dict[str, Any]) -> str:

@@ -77,7 +77,10 @@ def run_in_fresh_process(job: dict[str, Any]) -> dict[str, Any]:
         hint = " A negative code is a signal; -9 is mostly a lack of memory." if code < 0 else ""
         hint += " Pass --no-report to convert without it." if job["task"] == "report" else ""
         raise CheckFailed(f"The {job['task']} process ended with code {code}: {last.rstrip('.')}.{hint}")
-    return json.loads(output.splitlines()[-1])
+    result = json.loads(output.splitlines()[-1])
+    if "input_error" in result:
+        raise InputError(result["input_error"])
+    return result
 
 
 def run_job(job: dict[str, Any], bars: TextIO | None = None) -> dict[str, Any]:
@@ -97,7 +100,18 @@ def projector_norm(source: Path, processor: ProcessorMixin, images: Sequence[Pat
     )
     for inputs in image_prompts(model, processor, images, QUESTIONS[:1]):
         layer0_norms(model, inputs)
-    return torch.cat(norms).mean().item()
+    mean = torch.cat(norms).mean().item()
+    check_finite(mean, source)
+    return mean
+
+
+def check_finite(norm: float, source: Path) -> None:
+    """InputError if the visual tokens of the model in `source` are not numbers."""
+    if not math.isfinite(norm):
+        raise InputError(
+            f"The visual tokens of {source} have NaN or inf on the images, so nothing can be measured: its vision "
+            "tower or projector is damaged. Download or train it again."
+        )
 
 
 @torch.no_grad()
@@ -124,10 +138,11 @@ def compare_models(
         inputs = image_prompts(model, processor, images, QUESTIONS)
         return tqdm(inputs, total=number, desc=f"report: {what}", file=bars, disable=None)
 
+    norms = {"source": mean_norms(model, prompts("norms"))}
+    check_finite(norms["source"]["visual"], source)
     texts = text_prompts(model, processor)
     answers = [greedy_answer(model, inputs) for inputs in prompts("answers")]
     text_logits = [model(**inputs).logits.cpu() for inputs in texts]
-    norms = {"source": mean_norms(model, prompts("norms"))}
     before = read_answers(model, prompts("source"), answers)
     del model
     gc.collect()
@@ -266,4 +281,4 @@ if __name__ == "__main__":
     try:
         print(json.dumps(run_job(job, os.fdopen(job["bars"], "w"))))
     except InputError as error:
-        sys.exit(str(error))
+        print(json.dumps({"input_error": str(error)}))

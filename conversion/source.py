@@ -73,16 +73,16 @@ def read_source(folder: Path) -> Source:
     projector = _find(weights, PROJECTOR_NAME, folder, "projector (multi_modal_projector.linear_1.weight)")
     prefix = PROJECTOR_NAME.fullmatch(projector)[1]
     table = weights.tensors[table]
-    head_is_tied = _check_head(folder, raw_config, config, weights, table)
+    head_is_tied = check_head(folder, raw_config, config, weights, table)
     if head_is_tied:  # 4.57 reads only the flag in text_config
         config.tie_word_embeddings = config.text_config.tie_word_embeddings = True
     return Source(folder, kind, raw_config, config, weights, table, prefix, head_is_tied)
 
 
-def _check_head(
+def check_head(
     folder: Path, raw_config: dict[str, Any], config: PretrainedConfig, weights: StoredWeights, table: StoredTensor
 ) -> bool:
-    """Whether the text embeddings are the output head too, which must be the same for every reader.
+    """Whether the text embeddings are the output head too. InputError unless that is the same for every reader.
 
     4.57 follows the flag in text_config alone; 5 takes a stored head, else either flag.
     """

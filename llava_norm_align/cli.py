@@ -178,14 +178,16 @@ def convert(
         overwrite=overwrite,
     )
     summary["seconds"]["imports"] = imports
-    typer.echo(json.dumps(summary, indent=2) if as_json else describe(summary))
+    typer.echo(json.dumps(summary, indent=2, allow_nan=False) if as_json else describe(summary))
 
 
 def image_files(paths: list[Path]) -> list[Path]:
     """`paths` with every folder replaced by the files in it."""
     files = []
     for path in paths:
-        found = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
+        found = [path]
+        if path.is_dir():
+            found = sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
         if not found:
             raise InputError(f"The folder {path} of --images is empty. Name a folder with images, or leave it out.")
         files += found

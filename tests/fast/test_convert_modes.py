@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file, save, save_file
 from transformers import AutoModelForImageTextToText, AutoProcessor, LlavaForConditionalGeneration
 
 from llava_norm_align.common.errors import InputError
@@ -17,7 +17,7 @@ from llava_norm_align.conversion import convert as conversion
 from llava_norm_align.conversion.convert import convert
 from llava_norm_align.conversion.describe import describe
 from llava_norm_align.conversion.report import QUESTIONS, run_job
-from tests.helpers import original, tiny
+from tests.helpers import original, parts, tiny
 from tests.helpers.convert import HIDDEN, VOCAB, tiny_llava, write_json, write_photos
 
 LINEAR_2 = ("multi_modal_projector.linear_2.weight", "multi_modal_projector.linear_2.bias")
@@ -115,8 +115,9 @@ def test_link_across_file_systems_is_refused(tmp_path):
         pytest.fail("/dev/shm is expected to be a file system of its own")
     source = tiny_llava(tmp_path / "source")
     target = other / f"llava-norm-align-{os.getpid()}" / "target"
-    with pytest.raises(InputError, match="different file systems.*Leave out --link"):
-        convert(str(source), target, report=False, link=True)
+    for dry_run in (True, False):
+        with pytest.raises(InputError, match="different file systems.*Leave out --link"):
+            convert(str(source), target, report=False, link=True, dry_run=dry_run)
     assert not target.parent.exists()
 
 
@@ -277,19 +278,79 @@ def test_safetensors_win_over_pickled_weights_beside_them(tmp_path):
 
 
 def test_an_original_llava_is_converted_and_a_dry_run_of_it_writes_nothing(tmp_path):
-    parts = original.build(tmp_path, kind="llama")
+    made = original.build(tmp_path, kind="llama")
     before = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*"))
-    source, options = parts.folder, {"vision": str(parts.vision), "report": False}
+    source, options = made.folder, {"vision": str(made.vision), "report": False}
     planned = convert(str(source), tmp_path / "target", dry_run=True, **options)
     assert sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*")) == before
     done = convert(str(source), tmp_path / "target", **options)
     assert planned["norm"] == done["norm"] and planned["weights"] == done["weights"]
     assert {file["how"] for file in done["weights"]} == {"rewrite"}
     assert {file["from"] for file in done["weights"]} == {source.name}
-    norms = parts.llm.get_input_embeddings().weight.detach().double().norm(dim=1)  # without the rows that are added
+    norms = made.llm.get_input_embeddings().weight.detach().double().norm(dim=1)  # without the rows that are added
     assert done["norm"]["norm_align_target"] == pytest.approx(norms.mean().item(), rel=1e-6)
     assert done["calibration"]["table"]["rows_left_out"] == done["calibration"]["table"]["rows"] - len(norms) > 0
     assert "tensors were rewritten and read back" in describe(done)
+
+
+@pytest.mark.parametrize("inside", ["projector", "tower", "text", "photo"])
+def test_no_input_may_lie_in_the_target(tmp_path, photos, inside):
+    """--overwrite would replace it together with the folder."""
+    made = original.build(tmp_path / "made", kind="llama")
+    tower, text = made.vision, parts.write_text(tmp_path / "text")
+    projector = tmp_path / "stage1" / "mm_projector.bin"
+    projector.parent.mkdir()
+    names = {f"model.mm_projector.{name}": tensor for name, tensor in made.projector.state_dict().items()}
+    torch.save(names, projector)
+    write_json(projector.parent / "config.json", {"mm_vision_tower": "a/tower"})
+    source, target, options = str(projector), tmp_path / "target", {"vision": str(tower), "text": str(text)}
+    if inside == "photo":
+        source, options = str(tiny_llava(tmp_path / "source")), {"images": photos}
+        write_json(photos[0].parent / "config.json", {})
+        target = photos[0].parent
+    elif inside != "projector":
+        target = tower if inside == "tower" else text
+    else:
+        target = projector.parent
+    before = digests(tmp_path)
+    with pytest.raises(InputError, match="overlap"):
+        convert(source, target, overwrite=True, report=False, **options)
+    assert digests(tmp_path) == before
+
+
+def test_a_model_with_nan_is_not_reported_on(tmp_path, photos):
+    source = tiny_llava(tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    tensors["multi_modal_projector.linear_1.weight"][0] = math.nan
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    for options in ({}, {"start": "visual"}, {"norm_type": "scale"}):
+        with pytest.raises(InputError, match="visual tokens of .*source have NaN or inf .*Download or train it again"):
+            convert(str(source), tmp_path / "target", images=photos, **options)
+    assert not (tmp_path / "target").exists()
+
+
+def test_a_template_that_only_the_tokenizer_has_is_carried_to_the_processor(tmp_path):
+    source = tiny_llava(tmp_path / "source")
+    (source / "chat_template.json").unlink()
+    settings = json.loads((source / "tokenizer_config.json").read_text())
+    template = "{% for message in messages %}[{{ message['role'] }}] {{ message['content'] }}{% endfor %}"
+    write_json(source / "tokenizer_config.json", settings | {"chat_template": template})
+    notes = convert(str(source), tmp_path / "target", report=False)["notes"]
+    assert any(note.startswith("chat_template.jinja: written from tokenizer_config.json") for note in notes)
+    content = [{"type": "image"}, {"type": "text", "text": "why?"}]
+    processor = AutoProcessor.from_pretrained(tmp_path / "target")
+    assert processor.apply_chat_template([{"role": "user", "content": content}]) == "[user] <image>\nwhy?"
+
+
+def test_a_processor_of_another_kind_is_a_note_unless_a_report_was_asked_for(tmp_path, photos):
+    source = tiny_llava(tmp_path / "source")
+    path = source / "preprocessor_config.json"
+    write_json(path, json.loads(path.read_text()) | {"processor_class": "CLIPProcessor"})
+    summary = convert(str(source), tmp_path / "target", images=photos)
+    assert summary["report"] is None
+    assert any("name CLIPProcessor, which has no image token" in note for note in summary["notes"])
+    with pytest.raises(InputError, match="CLIPProcessor"):
+        convert(str(source), tmp_path / "other", images=photos, report=True)
 
 
 @pytest.mark.parametrize("kind", ["llava_next", "llava_onevision", "vipllava"])

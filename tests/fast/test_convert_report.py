@@ -14,7 +14,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, AutoProcessor, LlavaForConditionalGeneration
 
-from llava_norm_align.common.errors import CheckFailed
+from llava_norm_align.common.errors import CheckFailed, InputError
 from llava_norm_align.conversion import convert as conversion
 from llava_norm_align.conversion import report
 from llava_norm_align.conversion.convert import convert
@@ -153,7 +153,7 @@ def test_a_job_may_be_longer_than_an_argument_list(tmp_path):
     convert(str(source), tmp_path / "target", report=False)
     images = [str(tmp_path / f"{number}-{'x' * 200}.png") for number in range(20_000)]  # 4 MB
     job = {"task": "projector_norm", "source": str(source), "target": str(tmp_path / "target"), "images": images}
-    with pytest.raises(CheckFailed, match="projector_norm process ended with code 1: There is no .*/0-x") as failure:
+    with pytest.raises(InputError, match="There is no image file at .*/0-x") as failure:
         run_in_fresh_process(job)
     assert "signal" not in str(failure.value) and "--no-report" not in str(failure.value)
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from llava_norm_align.conversion.convert import convert
-from tests.helpers.convert import tiny_llava
+from tests.helpers.convert import VOCAB, tiny_llava
 
 CODE = "modeling_llava_norm_align.py"
 GAIN, BIAS = "multi_modal_projector.align_norm.weight", "multi_modal_projector.align_norm.bias"
@@ -234,6 +234,27 @@ def nan_in_weight(folder):
 
 
 PARTS = "{% for part in messages[0]['content'] %}"
+
+
+def token_outside_table(folder):
+    """As after adding tokens without resizing the table."""
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    content["added_tokens"].append({"id": VOCAB, "content": "<new>", **flags})
+    path.write_text(json.dumps(content))
+    return f"the id {VOCAB}, but the text table has {VOCAB} rows"
+
+
+def tied_for_one_line(folder):
+    """4.57 would use the text embeddings as the head, 5 the stored head."""
+    path = folder / "config.json"
+    content = json.loads(path.read_text())
+    content["text_config"]["tie_word_embeddings"] = True
+    path.write_text(json.dumps(content))
+    return "transformers 4.57 would use the embeddings, 5 the head"
+
+
 DAMAGES = {
     1: {
         "shard cut": cut_shard,
@@ -256,6 +277,7 @@ DAMAGES = {
         "template file cut": broken_json("chat_template.json"),
     },
     2: {
+        "a head that one line ties": tied_for_one_line,
         "tensor missing": remove_tensor,
         "tensor too many": add_tensor,
         "norm missing": remove_norm,
@@ -315,6 +337,7 @@ DAMAGES = {
         ),
     },
     7: {
+        "a token outside the table": token_outside_table,
         "class of transformers 5": set_fields(
             "tokenizer_config.json", "TokenizersBackend", tokenizer_class="TokenizersBackend"
         ),
