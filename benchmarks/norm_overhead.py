@@ -1,6 +1,9 @@
 """What the norm with gradient compensation adds to a training step and to generation at hidden size 4096, as ratios.
 
-usage: python benchmarks/norm_overhead.py [--layers N] [--pairs N]
+usage: python benchmarks/norm_overhead.py [--layers N] [--pairs N] [--alone]
+
+--alone: the norm's own forward and backward pass beside a stock step. On a busy machine two steps differ by more than
+the norm costs; its own time bounds what it adds.
 
 A LLaVA with the shapes of LLaVA-1.5-7B but N decoder layers (default 2: the fewer, the more the norm weighs), random
 weights, bfloat16; the projector trains, as in the first stage. Both models share tower and language model.
@@ -38,6 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--alone", action="store_true")
     options = parser.parse_args()
     aligned, stock = build("layer_norm", options.layers), build("none", options.layers)
     stock.model.vision_tower, stock.lm_head = aligned.model.vision_tower, aligned.lm_head
@@ -57,6 +61,16 @@ def main() -> None:
         with torch.inference_mode():
             model.generate(**inputs, do_sample=False, min_new_tokens=NEW_TOKENS, max_new_tokens=NEW_TOKENS)
 
+    details = {"decoder_layers": options.layers, "visual_tokens": VISUAL_TOKENS, "new_tokens": NEW_TOKENS}
+    if options.alone:
+        norm = aligned.model.multi_modal_projector.align_norm.train()
+        x = torch.randn(1, VISUAL_TOKENS, TEXT["hidden_size"], dtype=torch.bfloat16, requires_grad=True)
+        grad = torch.randn_like(x)
+        actions = {"norm_alone": lambda: norm(x).backward(grad), "train_stock": lambda: train(stock)}
+        rows = [{name: seconds(action) for name, action in actions.items()} for _ in range(options.pairs + 1)][1:]
+        write_result("norm_alone", rows, [ratio(rows, "norm_alone", "train_stock", 0.01)], **details)
+        return
+
     rows = []
     for number in range(options.pairs + 1):
         row, pair = {}, [("norm", aligned), ("stock", stock)]
@@ -70,7 +84,6 @@ def main() -> None:
         ratio(rows, "train_norm", "train_stock", 1.01),
         ratio(rows, "generate_norm", "generate_stock", 1.01),
     ]
-    details = {"decoder_layers": options.layers, "visual_tokens": VISUAL_TOKENS, "new_tokens": NEW_TOKENS}
     write_result("norm_overhead", rows, figures, **details)
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -80,13 +81,15 @@ def _row_norms(table: StoredTensor) -> tuple[torch.Tensor, str]:
     rows, width = table.shape
     row_bytes = table.nbytes // max(rows, 1)
     step = max(1, CHUNK // max(row_bytes, 1))
-    norms, digest = torch.zeros(rows, dtype=torch.float64), hashlib.sha256()
-    with table.file.open("rb") as file:
+    norms, digest, hashing = torch.zeros(rows, dtype=torch.float64), hashlib.sha256(), None
+    with table.file.open("rb") as file, ThreadPoolExecutor(1) as pool:  # the hash takes as long as the norms
         file.seek(table.offset)
         for start in range(0, rows, step):
             count = min(step, rows - start)
             block = bytearray(file.read(count * row_bytes))
-            digest.update(block)
+            if hashing:
+                hashing.result()
+            hashing = pool.submit(digest.update, block)
             chunk = torch.frombuffer(block, dtype=FLOAT_DTYPES[table.dtype]).view(count, width)
             norms[start : start + count] = torch.linalg.vector_norm(chunk.double(), dim=1)
     return norms, digest.hexdigest()

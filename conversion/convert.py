@@ -152,7 +152,7 @@ def convert(
             digests |= fold_factor(folder, stock, plan, fields["norm_align_scale"])
         clock.lap("verify")
         if not fold:
-            notes += _examine(folder)
+            notes += _examine(folder, tensors)
         clock.lap("doctor")
         job |= {"text_target": _text_target(calibration)}
         comparison = run_in_fresh_process({"task": "report", **job}) if report else None
@@ -347,9 +347,9 @@ def _check_source_fits(folder: Path, stock: Source, origin: Path, fold: bool) ->
         ) from error
 
 
-def _examine(folder: Path) -> list[str]:
+def _examine(folder: Path, tensors: int) -> list[str]:
     """CheckFailed if the doctor finds a fault in what was written; notes on the source's processor and tokenizer."""
-    failed = [check for check in examine(folder, load=False) if check.status == "failed"]
+    failed = [check for check in examine(folder, load=False, tensors=tensors) if check.status == "failed"]
     for check in failed:
         if check.name not in FROM_SOURCE:
             raise CheckFailed(

@@ -38,25 +38,29 @@ class Check:
     detail: str  # what was found, or why it was not run
 
 
-def examine(folder: Path, *, load: bool = True, pythons: Sequence[Path] = ()) -> list[Check]:
+def examine(
+    folder: Path, *, load: bool = True, pythons: Sequence[Path] = (), tensors: int | None = None
+) -> list[Check]:
     """All checks of the norm-aligned model in `folder`, in order.
 
     A check whose ground another one found broken is "not run", so that one fault fails one check. The last ones load
     the model in fresh processes, of this Python and of each of `pythons`, and let it answer; `load` False leaves them
     out, and reads only the rules for the tokenizer. InputError if `folder` is no norm-aligned model folder, or one of
     `pythons` no Python with transformers and torch. Files of the processor and tokenizer (checks 6 and 7) are those
-    that a conversion found in its source.
+    that a conversion found in its source. `tensors`: how many the model has, if the caller has just compared the keys.
     """
-    return list(examine_stepwise(folder, load=load, pythons=pythons))
+    return list(examine_stepwise(folder, load=load, pythons=pythons, tensors=tensors))
 
 
-def examine_stepwise(folder: Path, *, load: bool = True, pythons: Sequence[Path] = ()) -> Iterator[Check]:
+def examine_stepwise(
+    folder: Path, *, load: bool = True, pythons: Sequence[Path] = (), tensors: int | None = None
+) -> Iterator[Check]:
     """The checks of `examine`, each as soon as it is made."""
     patient, pythons = Patient(Path(folder)), check_pythons(pythons)
     elsewhere = (lambda: tokenizer_elsewhere(patient.folder, pythons)) if load else None
     checks: list[tuple[str, Callable[[], str]]] = [
         ("files whole", lambda: doctor_checks.check_files(patient)),
-        ("keys complete", lambda: doctor_checks.check_keys(patient)),
+        ("keys complete", lambda: doctor_checks.check_keys(patient, tensors)),
         ("norm", lambda: doctor_checks.check_norm(patient)),
         ("calibration", lambda: doctor_checks.check_calibration(patient)),
         ("code", lambda: doctor_checks.check_code(patient)),
