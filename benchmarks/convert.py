@@ -9,7 +9,6 @@ conversion, `write` is the copy with its checksums, `convert` and `link` are who
 import argparse
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -17,7 +16,7 @@ import threading
 from pathlib import Path
 
 import torch
-from paired import interval, ratio, seconds, write_result
+from paired import figure, ratio, seconds, write_result
 from shapes import IMAGE_TOKEN, TEXT, VISION
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
@@ -136,24 +135,10 @@ def main() -> None:
             if number or options.rounds == 0:  # the first round fills the caches
                 rows.append(row)
                 memory.append(used.most - used.start)
-    links = [row["link"] for row in rows]
-    low, high = interval(links)
     figures = [
         ratio(rows, "write", "cp", 1.1),
-        {
-            "of": "link, seconds",
-            "median": statistics.median(links),
-            "interval": [low, high],
-            "at_most": LINK_LIMIT,
-            "verdict": "met" if high <= LINK_LIMIT else "not met" if low > LINK_LIMIT else "not resolved",
-        },
-        {
-            "of": "anonymous memory of convert, bytes",
-            "median": statistics.median(memory),
-            "interval": list(interval(memory)),
-            "at_most": MEMORY_LIMIT,
-            "verdict": "met" if max(memory) <= MEMORY_LIMIT else "not met",
-        },
+        figure("link, seconds", [row["link"] for row in rows], LINK_LIMIT),
+        figure("anonymous memory of convert, bytes", memory, MEMORY_LIMIT),
     ]
     details = {
         "bytes": size,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import transformers
 
+LEAST_ROUNDS = 5
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -26,14 +27,19 @@ def seconds(action: Callable[[], Any]) -> float:
 
 def ratio(rows: list[dict[str, float]], first: str, second: str, at_most: float) -> dict[str, Any]:
     """Median of first / second over the rows, with a 95 % bootstrap interval, against the figure `at_most`."""
-    ratios = [row[first] / row[second] for row in rows]
-    low, high = interval(ratios)
+    return figure(f"{first} / {second}", [row[first] / row[second] for row in rows], at_most)
+
+
+def figure(of: str, values: list[float], at_most: float) -> dict[str, Any]:
+    """Median of `values` with its interval, against the figure `at_most`; too few values resolve nothing."""
+    low, high = interval(values)
+    verdict = "met" if high <= at_most else "not met" if low > at_most else "not resolved"
     return {
-        "of": f"{first} / {second}",
-        "median": statistics.median(ratios),
+        "of": of,
+        "median": statistics.median(values),
         "interval": [low, high],
         "at_most": at_most,
-        "verdict": "met" if high <= at_most else "not met" if low > at_most else "not resolved",
+        "verdict": verdict if len(values) >= LEAST_ROUNDS else "not resolved",
     }
 
 
