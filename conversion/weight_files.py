@@ -1,6 +1,5 @@
 """The weight files of a converted model: which there are, how each comes to be, and whose bytes it holds."""
 
-import errno
 import math
 import os
 from collections.abc import Sequence
@@ -153,11 +152,6 @@ def _link(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
     except OSError as error:
-        if error.errno == errno.EXDEV:
-            raise InputError(
-                f"{source} and the target lie on different file systems, which a hard link cannot join. Leave out "
-                "--link to copy, or name a target on the disk of the source."
-            ) from None
         raise InputError(
             f"{source} cannot be linked into the target ({os.strerror(error.errno)}). Leave out --link to copy."
         ) from None
