@@ -73,5 +73,5 @@ define environment
 @$(1)/bin/python -c 'import torch' 2>/dev/null || { \
 	echo 'Installing $(2) into $(1)'; $(1)/bin/python $(INSTALL) $(2); }
 @echo 'Installing llava-norm-align and its dependencies into $(1)'
-@$(1)/bin/python $(INSTALL) --quiet -e '.[dev,micro,samples]' $(3)
+@$(1)/bin/python $(INSTALL) --quiet -e '.[dev,micro,plots,samples]' $(3)
 endef

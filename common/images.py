@@ -3,7 +3,8 @@
 import warnings
 from pathlib import Path
 
-from PIL import Image, UnidentifiedImageError
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from llava_norm_align.common.errors import InputError
 
@@ -13,7 +14,10 @@ MAX_ASPECT = 100  # a processor scales the short side to its size, and the long 
 
 
 def open_image(path: Path | str) -> Image.Image:
-    """The image at `path` in RGB. InputError if it is missing, not an image, broken, or larger than the limits."""
+    """The image at `path` in RGB, upright by its EXIF data; of an animation the first picture.
+
+    InputError if it is missing, not an image, broken, or larger than the limits.
+    """
     path = Path(path)
     if not path.is_file():
         raise InputError(
@@ -35,7 +39,7 @@ def open_image(path: Path | str) -> Image.Image:
             raise InputError(
                 f"{path} is {width} x {height} pixels; sides of at most {MAX_ASPECT} to 1 are read. Crop it."
             )
-        return image.convert("RGB")
+        return _eight_bit(ImageOps.exif_transpose(image)).convert("RGB")
     except Image.DecompressionBombError:
         raise InputError(f"{path} has more than {MAX_PIXELS:,} pixels. Make it smaller.") from None
     except UnidentifiedImageError:
@@ -46,3 +50,10 @@ def open_image(path: Path | str) -> Image.Image:
         raise InputError(f"You may not read {path}. Give yourself the permission, or name another image.") from None
     except (OSError, SyntaxError, ValueError) as error:
         raise InputError(f"{path} is a broken image ({error}). Save it again or name another one.") from None
+
+
+def _eight_bit(image: Image.Image) -> Image.Image:
+    """An image of 16 bits a pixel with 8, by its high byte; Pillow's convert("RGB") makes most of it white."""
+    if not image.mode.startswith("I"):
+        return image
+    return Image.fromarray((np.asarray(image) >> 8).clip(0, 255).astype(np.uint8))

@@ -1,11 +1,13 @@
 """Models and processors from a local folder or a Hub id."""
 
+import importlib.util
 import os
 import textwrap
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import (
     HFValidationError,
@@ -15,9 +17,16 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 from safetensors import SafetensorError
-from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel, ProcessorMixin
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    BitsAndBytesConfig,
+    PreTrainedModel,
+    ProcessorMixin,
+)
 
-from llava_norm_align.common.errors import InputError
+from llava_norm_align.common.errors import InputError, missing_extra
 from llava_norm_align.common.folders import check_utf8
 from llava_norm_align.common.weights import read_json
 
@@ -97,26 +106,76 @@ def load_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def load_model(folder: Path, dtype: str = "auto", device: str | None = None) -> PreTrainedModel:
-    """A vision-language model in eval mode. A norm-aligned one loads under its guard: InputError if it is damaged."""
-    load_config(folder)
+def load_model(
+    folder: Path,
+    dtype: str = "auto",
+    device: str | None = None,
+    *,
+    device_map: str | None = None,
+    four_bit: bool = False,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """A vision-language model in eval mode. A norm-aligned one loads under its guard: InputError if it is damaged.
+
+    `dtype`: a key of DTYPES; "auto" is the one that config.json names. `device_map`: as accelerate's, such as "auto";
+    `four_bit`: NF4 by bitsandbytes. InputError, too, if a tensor is missing, which would be left random.
+    """
+    config = load_config(folder)
+    if "auto_map" in config and config["model_type"] not in CONFIG_MAPPING and not trust_remote_code:
+        raise InputError(
+            f"{folder} brings its own code for its model type {config['model_type']}. Read that code and, if you "
+            "trust it, pass --trust-remote-code."
+        )
+    # with "auto", 4.57 gives each part the dtype that its own config names, which may not be the one it is stored in
+    named = DTYPES.get(config.get("dtype") or config.get("torch_dtype"), "auto")
+    options: dict[str, Any] = {"dtype": named if dtype == "auto" else DTYPES[dtype]}
+    if four_bit:
+        options["quantization_config"] = _four_bit(options["dtype"])
+    if device_map is not None:
+        options["device_map"] = device_map
     try:
-        model = AutoModelForImageTextToText.from_pretrained(folder, dtype=DTYPES[dtype], trust_remote_code=False)
-    except (RuntimeError, ValueError, OSError, SafetensorError) as error:
+        model, info = AutoModelForImageTextToText.from_pretrained(
+            folder, trust_remote_code=trust_remote_code, output_loading_info=True, **options
+        )
+    except ImportError as error:
+        raise InputError(f"The model in {folder} cannot be loaded: {_needed(error)} Install it first.") from error
+    except (RuntimeError, ValueError, OSError, SafetensorError, KeyError) as error:
+        if "out of memory" in str(error) or "not enough memory" in str(error):
+            raise
+        if "Unrecognized configuration class" in str(error):
+            raise InputError(
+                f"{folder} is a {config['model_type']}, which transformers does not know as a vision-language model; "
+                "one with an image processor and a vision tower was expected. Name another model."
+            ) from error
         raise InputError(
             f"{folder} could not be loaded as a vision-language model: {first_line(error).rstrip('.')}. "
             "Name another model, or download it again."
         ) from error
-    return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise InputError(
+            f"{len(missing)} tensors are missing in {folder}, such as {missing[0]}, and transformers "
+            f"{transformers.__version__} would leave them random. Download the model again, or load it with the "
+            "version of transformers that wrote it."
+        )
+    if device_map is None and not four_bit:
+        model = model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return model.eval()
 
 
-def load_processor(folder: Path) -> ProcessorMixin:
+def _four_bit(dtype: torch.dtype | str) -> BitsAndBytesConfig:
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise missing_extra("bitsandbytes", "train", "Loading in 4 bits")
+    compute = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute)
+
+
+def load_processor(folder: Path, trust_remote_code: bool = False) -> ProcessorMixin:
     """The processor of a vision-language model. InputError if the folder has none."""
     try:
-        processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
+        processor = AutoProcessor.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except ImportError as error:
-        missing = first_line(error).partition(" Check out")[0]
-        raise InputError(f"The processor of {folder} cannot be loaded: {missing} Install it first.") from error
+        raise InputError(f"The processor of {folder} cannot be loaded: {_needed(error)} Install it first.") from error
     except Exception as error:  # every processor and tokenizer class has its own way to fail
         raise InputError(
             f"{folder} has no processor that can be loaded: {first_line(error).rstrip('.,')}. "
@@ -128,6 +187,11 @@ def load_processor(folder: Path) -> ProcessorMixin:
             "preprocessor_config.json."
         )
     return processor
+
+
+def _needed(error: ImportError) -> str:
+    """The sentence of transformers that says which library a class needs."""
+    return first_line(error).partition(" Check out")[0]
 
 
 def first_line(error: Exception) -> str:

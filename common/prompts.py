@@ -5,13 +5,15 @@ from collections.abc import Sequence
 from PIL import Image
 from transformers import BatchFeature, ProcessorMixin
 
-PLAIN_TEMPLATE = "USER: {image}\n{question} ASSISTANT:"  # LLaVA-1.5's, for processors without a chat template
+PLAIN_TEMPLATE = "USER: {image}\n{question} ASSISTANT:"  # LLaVA-1.5's, for its processors without a chat template
 
 
 def render_prompt(processor: ProcessorMixin, question: str, with_image: bool = True) -> str:
     """The prompt text of one turn by the processor's chat template, up to where the answer starts."""
     if getattr(processor, "chat_template", None) is None:
-        image = processor.image_token if with_image else ""
+        image = getattr(processor, "image_token", "<image>") if with_image else ""
+        if "Llava" not in type(processor).__name__:  # PaliGemma and other base models know no turns
+            return image + question
         return PLAIN_TEMPLATE.format(image=image, question=question).replace("USER: \n", "USER: ")
     content = [{"type": "image"}] if with_image else []
     content.append({"type": "text", "text": question})

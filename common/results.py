@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -32,11 +33,29 @@ def provenance() -> dict[str, Any]:
 
 
 def write_json(path: Path, content: Any) -> None:
+    """Write `content` as JSON; see write_text."""
+    write_text(path, json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, content: str) -> None:
     """Write `content` beside `path`, then rename; the parent folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.writing")
-    partial.write_text(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+    partial.write_text(content, encoding="utf-8")
     os.replace(partial, path)
+
+
+def weights_sha256(folder: Path) -> str:
+    """Hex sha256 that tells the weights of a model folder: of "sha256  name" lines of its weight files, by name.
+
+    A file in the Hub's cache is a link to a blob that is named by its sha256 and is not read again.
+    """
+    files = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin"))
+    lines = []
+    for path in files:
+        blob = path.resolve().name
+        lines.append(f"{blob if re.fullmatch('[0-9a-f]{64}', blob) else sha256_file(path)}  {path.name}\n")
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def sha256_file(path: Path) -> str:

@@ -15,6 +15,7 @@ from llava_norm_align.common.folders import check_target, new_folder
 from llava_norm_align.common.images import open_image
 from llava_norm_align.common.loading import first_line, load_processor, resolve_weights
 from llava_norm_align.common.results import FOLDER, provenance, write_json
+from llava_norm_align.common.samples import sample_photos
 from llava_norm_align.configuration.configuration_llava_norm_align import NORM_ALIGN_TYPES
 from llava_norm_align.conversion.calibration import check_gain, check_target_norm
 from llava_norm_align.conversion.config_file import write_config
@@ -27,7 +28,7 @@ from llava_norm_align.conversion.processor_fields import (
     make_tokenizer_portable,
 )
 from llava_norm_align.conversion.processor_files import carry_chat_template
-from llava_norm_align.conversion.report import run_in_fresh_process, sample_photos
+from llava_norm_align.conversion.report import run_in_fresh_process
 from llava_norm_align.conversion.source import Source, read_source
 from llava_norm_align.conversion.target import calibrate, scale_factor
 from llava_norm_align.conversion.verify import check_keys, quiet_transformers
@@ -266,7 +267,7 @@ def _plan_report(stock: Source, images: Sequence[Path], report: bool | None) -> 
     if not has_processor:
         return False, ["no report: the source has no processor"]
     try:
-        images or sample_photos()
+        images or sample_photos("A report")
     except InputError as error:
         return False, [f"no report: {error}"]
     return True, []

@@ -5,7 +5,6 @@ on standard output. It ends with its parent, which keeps the input open.
 """
 
 import gc
-import importlib.util
 import json
 import math
 import os
@@ -22,32 +21,19 @@ import torch
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedModel, ProcessorMixin
 
-from llava_norm_align.common.errors import CheckFailed, InputError, missing_extra
+from llava_norm_align.common.errors import CheckFailed, InputError
 from llava_norm_align.common.images import open_image
 from llava_norm_align.common.loading import load_config, load_processor
 from llava_norm_align.common.prompts import prepare_inputs
 from llava_norm_align.conversion.source import read_source
+from llava_norm_align.diagnosis.agreement import compare_answers, read_answers
 from llava_norm_align.diagnosis.norms import layer0_norms
 from llava_norm_align.modeling.families import FAMILIES
 
-SAMPLE_PHOTOS = (
-    "astronaut.png",
-    "chelsea.png",
-    "coffee.png",
-    "rocket.jpg",
-)  # those that scikit-image's wheel contains
 QUESTIONS = ("What is in the picture?", "Which colors do you see?", "Where was this picture taken?")
 TEXT_PROMPTS = ("What is the capital of France?", "Count from one to ten.", "Write one sentence about the sea.")
 ANSWER_TOKENS = 16
 MODEL_INPUTS = ("input_ids", "attention_mask", "pixel_values", "image_sizes")
-
-
-def sample_photos(purpose: str = "A report") -> list[Path]:
-    """The photos of scikit-image, without importing it. InputError, with the `purpose`, if it is not installed."""
-    spec = importlib.util.find_spec("skimage")
-    if spec is None or spec.origin is None:
-        raise missing_extra("scikit-image", "samples", f"{purpose} without --images")
-    return [Path(spec.origin).parent / "data" / name for name in SAMPLE_PHOTOS]
 
 
 def run_in_fresh_process(job: dict[str, Any]) -> dict[str, Any]:
@@ -233,40 +219,6 @@ def mean_norms(model: PreTrainedModel, prompts: Iterable[dict[str, torch.Tensor]
         for kind, values in layer0_norms(model, inputs).items():
             norms[kind].append(values)
     return {kind: torch.cat(values).mean().item() for kind, values in norms.items()}
-
-
-def read_answers(
-    model: PreTrainedModel, prompts: Iterable[dict[str, torch.Tensor]], answers: Sequence[torch.Tensor]
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Of each prompt followed by its answer: the log probabilities of the next token at the end of the prompt
-    [vocabulary], and the first choice at each position of the answer [answer tokens].
-    """
-    read = []
-    for inputs, answer in zip(prompts, answers, strict=True):
-        length = answer.shape[1]
-        forced = inputs | {
-            "input_ids": torch.cat([inputs["input_ids"], answer], dim=1),
-            "attention_mask": torch.cat([inputs["attention_mask"], torch.ones_like(answer)], dim=1),
-        }
-        logits = model(**forced).logits[0, -length - 1 : -1]
-        read.append((torch.log_softmax(logits[0].double(), dim=-1).cpu(), logits.argmax(-1).cpu()))
-    return read
-
-
-def compare_answers(
-    before: Sequence[tuple[torch.Tensor, torch.Tensor]], after: Sequence[tuple[torch.Tensor, torch.Tensor]]
-) -> dict[str, Any]:
-    """kl_nats, top1_agreement with its number of positions, and same_answers; see compare_models."""
-    kl, same = [], []
-    for (old, old_top), (new, new_top) in zip(before, after, strict=True):
-        kl.append(torch.nn.functional.kl_div(new, old, log_target=True, reduction="sum").item())
-        same.append(old_top == new_top)
-    return {
-        "kl_nats": sum(kl) / len(kl),
-        "answer_positions": len(torch.cat(same)),
-        "top1_agreement": torch.cat(same).double().mean().item(),
-        "same_answers": sum(bool(one.all()) for one in same),
-    }
 
 
 def exit_with_parent() -> None:

@@ -115,6 +115,62 @@ def assemble(
 
 
 @app.command()
+def diagnose(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Any vision-language model: folder or Hub id.")],
+    images: Annotated[
+        list[Path] | None,
+        typer.Option("--images", readable=False, help="Image, or folder of images; may be repeated."),
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Most images that are used.")] = 32,
+    prompt: Annotated[str | None, typer.Option(help="The question about each image.")] = None,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Scale the visual tokens after the fact: what becomes of the answers?")
+    ] = False,
+    attention: Annotated[
+        bool, typer.Option("--attention/--no-attention", help="Measure text-to-image attention.")
+    ] = True,
+    compare: Annotated[
+        str | None, typer.Option(metavar="OTHER.json", help="A second diagnosis.json, shown beside this one.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the result files; default: norm_align in the model's folder.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str | None, typer.Option(help="Such as cpu or cuda:1; default: cuda if there is one.")] = None,
+    device_map: Annotated[str | None, typer.Option(help="auto: spread over all GPUs and the CPU.")] = None,
+    load_in_4bit: Annotated[bool, typer.Option("--load-in-4bit", help="NF4, with bitsandbytes.")] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run the code that the model brings.")
+    ] = False,
+    revision: Revision = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print diagnosis.json and nothing else.")] = False,
+) -> None:
+    """Measure the norm gap between visual and text tokens of any vision-language model, layer by layer."""
+    from llava_norm_align.diagnosis.diagnose import QUESTION
+    from llava_norm_align.diagnosis.diagnose import diagnose as run
+
+    result = run(
+        model,
+        images=images or [],
+        limit=limit,
+        question=QUESTION if prompt is None else prompt,
+        out=out,
+        other=compare,
+        with_attention=attention,
+        with_probe=probe,
+        dtype=dtype,
+        device=device,
+        device_map=device_map,
+        four_bit=load_in_4bit,
+        trust_remote_code=trust_remote_code,
+        revision=revision,
+        echo=(lambda text: None) if as_json else typer.echo,
+    )
+    if as_json:
+        typer.echo(json.dumps(result, indent=2, allow_nan=False))
+
+
+@app.command()
 def convert(
     source: Annotated[
         str, typer.Argument(metavar="SRC", help="A LLaVA checkpoint (folder, Hub id) or mm_projector.bin.")

@@ -14,10 +14,10 @@ from llava_norm_align.common.images import open_image
 from llava_norm_align.common.loading import load_model, load_processor
 from llava_norm_align.common.prompts import prepare_inputs
 from llava_norm_align.common.results import provenance, write_json
+from llava_norm_align.common.samples import sample_photos
 from llava_norm_align.conversion.convert import convert
 from llava_norm_align.conversion.files import copy_small_files
 from llava_norm_align.conversion.micro import cached_micro
-from llava_norm_align.conversion.report import sample_photos
 from llava_norm_align.data.easy_vqa import Row, load_questions
 from llava_norm_align.diagnosis.norms import layer0_norms
 from llava_norm_align.evaluation.answer import answer
@@ -34,7 +34,7 @@ def run(
 ) -> list[dict[str, Any]]:
     """Run the demo into the folder `target`; returns the rows of its table. `echo` gets every line for the user."""
     check_target(target, overwrite)
-    coffee = next(path for path in sample_photos() if path.stem == "coffee")
+    coffee = next(path for path in sample_photos("The demo") if path.stem == "coffee")
     started = time.perf_counter()
     echo("[1/6] micro-LLaVA: SmolLM2-135M-Instruct and a DINOv2-S with a trained projector")
     stock = cached_micro(wheels)

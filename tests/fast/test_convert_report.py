@@ -15,11 +15,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, AutoProcessor, LlavaForConditionalGeneration
 
 from llava_norm_align.common.errors import CheckFailed, InputError
+from llava_norm_align.common.samples import PHOTOS, sample_photos
 from llava_norm_align.conversion import convert as conversion
 from llava_norm_align.conversion import report
 from llava_norm_align.conversion.convert import convert
 from llava_norm_align.conversion.describe import conclusion
-from llava_norm_align.conversion.report import run_in_fresh_process, run_job, sample_photos
+from llava_norm_align.conversion.report import run_in_fresh_process, run_job
 from llava_norm_align.diagnosis.norms import layer0_norms
 from tests.helpers.convert import HIDDEN, IMAGE, VOCAB, tiny_llava, write_photos
 
@@ -190,7 +191,7 @@ def open_writer(fifo):
 
 def test_sample_photos_lie_in_the_wheel():
     pytest.importorskip("skimage")
-    assert all(path.is_file() for path in sample_photos())
+    assert all(path.is_file() for path in sample_photos("A test", PHOTOS))
 
 
 def test_layer0_norms_leave_padding_out(tmp_path):
