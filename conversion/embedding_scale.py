@@ -6,7 +6,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModel, PretrainedConfig
 
-from llava_norm_align.diagnosis.norms import decoder_layers, layer0_input
+from llava_norm_align.diagnosis.structure import first_list, layer0_input
 
 LARGE = 2**20  # elements; a decoder layer's matrices stay without memory, embedding and scale buffers are real
 TOLERANCE = 1e-3  # relative
@@ -48,7 +48,7 @@ def measure_embedding_scale(text_config: PretrainedConfig) -> EmbeddingScale | N
             model = AutoModel.from_config(_with_one_layer(text_config), dtype=torch.float32).eval()
         table = model.get_input_embeddings().weight.data.normal_()
         ids = torch.arange(ROWS)[None]
-        layers = decoder_layers(model)
+        layers = first_list(model)
         embeds = model.get_input_embeddings()(ids)  # what LLaVA puts the image features into
         states = layer0_input(model, layers, inputs_embeds=embeds)
         text, image = _factor(table[None], states), _factor(embeds, states)

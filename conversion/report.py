@@ -27,7 +27,8 @@ from llava_norm_align.common.loading import load_config, load_processor
 from llava_norm_align.common.prompts import prepare_inputs
 from llava_norm_align.conversion.source import read_source
 from llava_norm_align.diagnosis.agreement import compare_answers, read_answers
-from llava_norm_align.diagnosis.norms import layer0_norms
+from llava_norm_align.diagnosis.measure import measure_layer0
+from llava_norm_align.diagnosis.running import RunningNorms
 from llava_norm_align.modeling.families import FAMILIES
 
 QUESTIONS = ("What is in the picture?", "Which colors do you see?", "Where was this picture taken?")
@@ -80,24 +81,20 @@ def run_job(job: dict[str, Any], bars: TextIO | None = None) -> dict[str, Any]:
 @torch.no_grad()
 def projector_norm(source: Path, processor: ProcessorMixin, images: Sequence[Path]) -> float:
     """Mean L2 norm of the output of a stock LLaVA's projector, over all visual tokens of all `images`."""
-    model, norms = load(source), []
-    model.model.multi_modal_projector.register_forward_hook(
-        lambda module, args, output: norms.append(torch.linalg.vector_norm(output.double(), dim=-1).flatten())
-    )
-    for inputs in image_prompts(model, processor, images, QUESTIONS[:1]):
-        layer0_norms(model, inputs)
-    mean = torch.cat(norms).mean().item()
-    check_finite(mean, source)
-    return mean
+    model = load(source)
+    measured = measure_layer0(model, image_prompts(model, processor, images, QUESTIONS[:1]))
+    return finite_mean(measured.norms["projector_output"], source)
 
 
-def check_finite(norm: float, source: Path) -> None:
-    """InputError if the visual tokens of the model in `source` are not numbers."""
-    if not math.isfinite(norm):
+def finite_mean(norms: RunningNorms, source: Path) -> float:
+    """The mean of the `norms` of visual tokens; InputError if some tokens of the model in `source` are no numbers."""
+    found = norms.summary()
+    if found["non_finite"]:
         raise InputError(
             f"The visual tokens of {source} have NaN or inf on the images, so nothing can be measured: its vision "
             "tower or projector is damaged. Download or train it again."
         )
+    return found["mean"]
 
 
 @torch.no_grad()
@@ -107,7 +104,8 @@ def compare_models(
     """Compare a stock LLaVA with its converted folder; one model is in memory at a time.
 
     text_logits_equal: whether the logits of all positions of the text-only prompts are bit-equal.
-    layer0_norms: mean L2 norm at the input of decoder layer 0, of visual and of text tokens (padding left out).
+    layer0_norms: mean L2 norm at the input of decoder layer 0, of visual and of text tokens (padding and the
+    first token of the sequence, if it is one of its own, left out).
     kl_nats: mean over image prompts of KL(source || target) of the next token at the end of the prompt.
     top1_agreement: the share of answer positions at which both put the same token first, when both read the source's
     own greedy answer of up to 16 tokens (teacher forcing); positions of all prompts weigh the same. The answer holds
@@ -124,8 +122,8 @@ def compare_models(
         inputs = image_prompts(model, processor, images, QUESTIONS)
         return tqdm(inputs, total=number, desc=f"report: {what}", file=bars, disable=None)
 
-    norms = {"source": mean_norms(model, prompts("norms"))}
-    check_finite(norms["source"]["visual"], source)
+    measured = measure_layer0(model, prompts("norms")).norms
+    norms = {"source": {"visual": finite_mean(measured["visual"], source), "text": measured["text"].summary()["mean"]}}
     texts = text_prompts(model, processor)
     answers = [greedy_answer(model, inputs) for inputs in prompts("answers")]
     text_logits = [model(**inputs).logits.cpu() for inputs in texts]
@@ -133,7 +131,8 @@ def compare_models(
     del model
     gc.collect()
     model = load(target)
-    norms["target"] = mean_norms(model, prompts("norms"))
+    measured = measure_layer0(model, prompts("norms")).norms
+    norms["target"] = {kind: measured[kind].summary()["mean"] for kind in ("visual", "text")}
     equal = all(torch.equal(model(**inputs).logits.cpu(), old) for inputs, old in zip(texts, text_logits, strict=True))
     agreement = compare_answers(before, read_answers(model, prompts("target"), answers))
     starts = {}
@@ -210,15 +209,6 @@ def greedy_answer(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> to
         suppress_tokens=[model.config.image_token_id],  # as input it would ask for an image's features
     )
     return model.generate(**inputs, generation_config=settings)[:, inputs["input_ids"].shape[1] :]
-
-
-def mean_norms(model: PreTrainedModel, prompts: Iterable[dict[str, torch.Tensor]]) -> dict[str, float]:
-    """Mean L2 norm of visual and of text tokens at the input of decoder layer 0."""
-    norms: dict[str, list[torch.Tensor]] = {"visual": [], "text": []}
-    for inputs in prompts:
-        for kind, values in layer0_norms(model, inputs).items():
-            norms[kind].append(values)
-    return {kind: torch.cat(values).mean().item() for kind, values in norms.items()}
 
 
 def exit_with_parent() -> None:

@@ -20,6 +20,7 @@ from llava_norm_align.common.samples import PHOTOS, sample_photos
 from llava_norm_align.diagnosis.attention import attention
 from llava_norm_align.diagnosis.compare import compare, read_diagnosis
 from llava_norm_align.diagnosis.describe import first_table, later_tables
+from llava_norm_align.diagnosis.formats import without_nan
 from llava_norm_align.diagnosis.markdown import markdown
 from llava_norm_align.diagnosis.measure import Measured, measure, table_norms
 from llava_norm_align.diagnosis.plots import write_plots
@@ -45,14 +46,17 @@ def diagnose_model(
     processor: ProcessorMixin,
     images: Sequence[Path],
     *,
+    name: str,
+    revision: str | None = None,
     question: str = QUESTION,
     with_attention: bool = True,
     with_probe: bool = False,
     on_first: Callable[[dict[str, Any]], None] = lambda result: None,
 ) -> dict[str, Any]:
-    """Measure a loaded model on `images`; the keys of diagnosis.json from "prompt" on (docs/diagnose.md).
+    """Measure a loaded model on `images`: the content of diagnosis.json (docs/diagnose.md).
 
-    `on_first` gets the result as soon as the norms are there. InputError for a model without visual tokens in its
+    `name`: what the result calls the model, and by which the paper's row is found. `on_first` gets the result as soon
+    as the norms are there. InputError for a model without visual tokens in its
     residual stream, and for images or a processor that cannot be read.
     """
 
@@ -64,6 +68,9 @@ def diagnose_model(
     measured = measure(model, _bar(prompts(), "norms and layers", len(images)), structure)
     missing, layers = list(structure.missing), measured.dynamics.layers_summary()
     result: dict[str, Any] = {
+        **provenance(),
+        "model": describe_model(model, structure, name, revision),
+        "published": published_row(name, model.config.model_type),
         "prompt": question,
         "images": {"count": len(images), "names": [path.name for path in images]},
         "missing": missing,
@@ -88,10 +95,12 @@ def diagnose_model(
     if with_attention:
         result["attention"], why = attention(model, structure, _bar(prompts(few), "attention", few))
         missing += why
-    if with_probe:
+    if with_probe and not result["ratio"]["mean"]:
+        missing.append("The probe is missing: there is no ratio of finite norms that its factor could match.")
+    elif with_probe:
         count = min(PROBE_IMAGES, len(images))
         result["probe"] = probe(model, structure, _bar(prompts(count), "probe", count), 1 / result["ratio"]["mean"])
-    return result
+    return without_nan(result)
 
 
 def diagnose(
@@ -136,29 +145,28 @@ def diagnose(
             four_bit=four_bit,
             trust_remote_code=trust_remote_code,
         )
-        head = {**provenance(), "model": describe_model(model, name, revision)}
-        head["published"] = published_row(name, model.config.model_type)
 
         def on_first(result: dict[str, Any]) -> None:
             told.extend(result["missing"])
-            echo(first_table({**head, **result}) + "\n")
+            echo(first_table(result) + "\n")
 
-        measured = diagnose_model(
+        result = diagnose_model(
             model,
             processor,
             files,
+            name=name,
+            revision=revision,
             question=question,
             with_attention=with_attention,
             with_probe=with_probe,
             on_first=on_first,
         )
-        result = {**head, **measured}
         result["images"]["source"] = "scikit-image's photos" if not images else ", ".join(map(str, images))
         result["model"]["weights_sha256"] = digest.result()
     echo(later_tables(result, told))
     if compared is not None:
         echo(compare(result, compared))
-    for path in write_diagnosis(result, target, open_image(files[0]), compared):
+    for path in write_diagnosis(result, target, mapped_image(result, files), compared):
         echo(f"Written: {path}")
     return result
 
@@ -173,8 +181,14 @@ def write_diagnosis(
     else:
         result["missing"].append(str(missing_extra("matplotlib", "plots", "A plot")))
     write_json(folder / "diagnosis.json", result)
-    write_text(folder / "diagnosis.md", markdown(result))
+    write_text(folder / "diagnosis.md", markdown(result, plots))
     return [folder / "diagnosis.json", folder / "diagnosis.md", *plots]
+
+
+def mapped_image(result: dict[str, Any], files: Sequence[Path]) -> Image.Image | None:
+    """The image that the attention map is of."""
+    shown = ((result["attention"] or {}).get("map") or {}).get("image")
+    return next((open_image(path) for path in files if path.name == shown), None)
 
 
 def find_images(paths: Sequence[Path], limit: int) -> list[Path]:
@@ -209,9 +223,8 @@ def result_folder(name: str, folder: Path, out: Path | None) -> Path:
     return target
 
 
-def describe_model(model: PreTrainedModel, name: str, revision: str | None) -> dict[str, Any]:
-    """The "model" of diagnosis.json, without its weights' hash and projector."""
-    text_config = model.config.get_text_config()
+def describe_model(model: PreTrainedModel, structure: Structure, name: str, revision: str | None) -> dict[str, Any]:
+    """The "model" of diagnosis.json; the hash of its weights is added where they lie in files."""
     quantization = getattr(model.config, "quantization_config", None)
     method = getattr(quantization, "quant_method", None) or (quantization or {}).get("quant_method")
     return {
@@ -223,8 +236,11 @@ def describe_model(model: PreTrainedModel, name: str, revision: str | None) -> d
         "quantization": None if method is None else str(getattr(method, "value", method)),
         "device": str(model.device),
         "attention_implementation": getattr(model.config, "_attn_implementation", None),
-        "hidden_size": text_config.hidden_size,
+        "decoder_layers": len(structure.layers),
+        "hidden_size": model.get_input_embeddings().weight.shape[-1],
         "parameters": model.num_parameters(),
+        "projector": structure.projector_name,
+        "weights_sha256": None,
     }
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from transformers import PreTrainedModel
 
 from llava_norm_align.diagnosis.dynamics import LayerDynamics
 from llava_norm_align.diagnosis.running import RunningNorms
-from llava_norm_align.diagnosis.structure import Reached, Structure, forward_options, hidden_states
+from llava_norm_align.diagnosis.structure import Reached, Structure, find_structure, forward_options, hidden_states
 from llava_norm_align.diagnosis.tokens import GROUPS, Prompt, group_tokens
 from llava_norm_align.diagnosis.verdicts import bootstrap_interval
 
@@ -61,6 +62,17 @@ def measure(model: PreTrainedModel, prompts: Iterable[Prompt], structure: Struct
             if layers:
                 result.dynamics.end()
     return result
+
+
+def measure_layer0(model: PreTrainedModel, inputs: Iterable[dict[str, torch.Tensor]]) -> Measured:
+    """The norms of TAPS for model `inputs`, batch of 1 each, of which the first has an image; no decoder layer runs.
+
+    Every token that is not visual, padding or the beginning of the sequence counts as text.
+    """
+    inputs = iter(inputs)
+    first = next(inputs)
+    structure = find_structure(model, first)
+    return measure(model, (Prompt(one) for one in chain([first], inputs)), structure, layers=False)
 
 
 class _Hooks(ExitStack):

@@ -1,32 +1,33 @@
 """The demo: a real small LLaVA measured, converted, trained and asked."""
 
 import random
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel, ProcessorMixin
 
 from llava_norm_align.common.folders import check_target, new_folder
 from llava_norm_align.common.images import open_image
 from llava_norm_align.common.loading import load_model, load_processor
-from llava_norm_align.common.prompts import prepare_inputs
-from llava_norm_align.common.results import provenance, write_json
+from llava_norm_align.common.results import FOLDER, provenance, write_json
 from llava_norm_align.common.samples import sample_photos
 from llava_norm_align.conversion.convert import convert
 from llava_norm_align.conversion.files import copy_small_files
 from llava_norm_align.conversion.micro import cached_micro
 from llava_norm_align.data.easy_vqa import Row, load_questions
-from llava_norm_align.diagnosis.norms import layer0_norms
+from llava_norm_align.diagnosis.describe import ratio_line, verdict_lines, wrap
+from llava_norm_align.diagnosis.diagnose import diagnose_model, write_diagnosis
 from llava_norm_align.evaluation.answer import answer
 from llava_norm_align.evaluation.exact_match import exact_match
 from llava_norm_align.trl_recipes.projector import train_projector
 
 STOCK, CONVERTED, TRAINED = "stock", "converted", " + training"
 LEARNING_RATE = 1e-3  # LLaVA-1.5's first stage
-NORM_QUESTIONS = 32  # prompts over which norms are averaged
+DIAGNOSED = 32  # pictures
+DIAGNOSIS = "diagnosis"  # folder of the plots
 
 
 def run(
@@ -45,23 +46,27 @@ def run(
     with new_folder(target, overwrite) as folder:
         model, processor = load_model(stock), load_processor(stock)
         echo(f"[2/6] Norms at layer 0, and {questions} questions of easy-VQA, stock")
-        rows[STOCK] = measure(model, processor, test)
-        echo(describe_norms(rows[STOCK]))
+        rows[STOCK], before = measure(STOCK, model, processor, test)
+        echo(describe_norms(before))
         echo("[3/6] Convert: a LayerNorm after the projector, calibrated to the text embeddings")
         summary = convert(str(stock), folder / CONVERTED, report=False)
         echo(f"      target norm {summary['calibration']['target_norm']:.4f}, {summary['seconds']['total']:.1f} s")
         models = {STOCK: model, CONVERTED: load_model(folder / CONVERTED)}
-        rows[CONVERTED] = measure(models[CONVERTED], processor, test)
-        echo(describe_norms(rows[CONVERTED]))
+        rows[CONVERTED], after = measure(CONVERTED, models[CONVERTED], processor, test)
+        echo(describe_norms(after))
+        write_diagnosis(before, folder / DIAGNOSIS / STOCK)
+        write_diagnosis(after, folder / DIAGNOSIS / CONVERTED, other=before)
 
         for number, name in enumerate((STOCK, CONVERTED), start=4):
             echo(f"[{number}/6] Train the projector for {steps} steps, {name}")
             result = train_projector(models[name], processor, train, steps=steps, learning_rate=LEARNING_RATE)
-            rows[name + TRAINED] = measure(models[name], processor, test) | {"training_seconds": result["seconds"]}
+            row, diagnosis = measure(name + TRAINED, models[name], processor, test)
+            rows[name + TRAINED] = row | {"training_seconds": result["seconds"]}
             trained = folder / f"{name}-trained"
             models[name].save_pretrained(trained)
             copy_small_files(stock, trained)  # the processor's files, which a newer transformers would save anew
-            echo(describe_norms(rows[name + TRAINED]))
+            write_diagnosis(diagnosis, trained / FOLDER)
+            echo(describe_norms(diagnosis))
 
         asked = ((test[0].image, test[0].question, test[0].answer), (coffee, "what color is the saucer?", "red"))
         for image, question, right in asked:
@@ -77,7 +82,8 @@ def run(
     echo("")
     echo(f"One seed, {questions} questions, {steps} steps: this shows the tool, it does not compare the methods.")
     echo("The projector was trained on drawings of coloured shapes alone: what it says of a photo is a guess.")
-    echo(f"The models are in {target}: {CONVERTED}, {STOCK}-trained, {CONVERTED}-trained; the numbers in demo.json.")
+    echo(f"The models are in {target}: {CONVERTED}, {STOCK}-trained, {CONVERTED}-trained; the numbers in demo.json,")
+    echo(f"the diagnoses with their plots in {target / DIAGNOSIS}: before and after the conversion.")
     echo(f"Done in {time.perf_counter() - started:.0f} s. Ask one yourself:")
     echo(f'    llava-norm-align ask {target / (CONVERTED + "-trained")} {test[0].image} "{test[0].question}"')
     return ordered
@@ -88,21 +94,20 @@ def sample(rows: Sequence[Row], count: int) -> list[Row]:
     return random.Random(0).sample(list(rows), min(count, len(rows)))
 
 
-@torch.no_grad()
-def measure(model: PreTrainedModel, processor: ProcessorMixin, rows: Sequence[Row]) -> dict[str, Any]:
-    """Exact match with its 95 % interval, and mean L2 norms of visual and text tokens where they enter the LLM."""
-    norms: dict[str, list[torch.Tensor]] = {"visual": [], "text": []}
-    for row in rows[:NORM_QUESTIONS]:
-        inputs = prepare_inputs(processor, [row.question], [open_image(row.image)]).to(model.device, model.dtype)
-        for kind, values in layer0_norms(model, inputs).items():
-            norms[kind].append(values)
-    visual, text = (torch.cat(norms[kind]).mean().item() for kind in ("visual", "text"))
-    return {**exact_match(model, processor, rows), "visual_norm": visual, "text_norm": text}
+def measure(
+    name: str, model: PreTrainedModel, processor: ProcessorMixin, rows: Sequence[Row]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A row of the table: exact match with its 95 % interval and norms at layer 0; and the diagnosis."""
+    images = list(dict.fromkeys(row.image for row in rows))[:DIAGNOSED]
+    result = diagnose_model(model, processor, images, name=name)
+    norms = {f"{kind}_norm": result["norms"][kind]["mean"] for kind in ("visual", "text")}
+    return {**exact_match(model, processor, rows), **norms}, result
 
 
-def describe_norms(row: dict[str, Any]) -> str:
-    visual, text = row["visual_norm"], row["text_norm"]
-    return f"      visual tokens {visual:.2f}, text tokens {text:.2f}: ratio {visual / text:.2f}"
+def describe_norms(result: dict[str, Any]) -> str:
+    """What the diagnosis found, in three sentences."""
+    lines = [ratio_line(result), *verdict_lines(result)[:2]]
+    return textwrap.indent(wrap(lines), " " * 6)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

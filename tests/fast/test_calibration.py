@@ -19,7 +19,7 @@ from llava_norm_align.conversion import calibration
 from llava_norm_align.conversion.calibration import check_gain, check_target_norm, measure_table
 from llava_norm_align.conversion.convert import convert
 from llava_norm_align.conversion.embedding_scale import measure_embedding_scale
-from llava_norm_align.diagnosis.norms import layer0_norms
+from llava_norm_align.diagnosis.measure import measure_layer0
 from tests.helpers.convert import HIDDEN, VOCAB, tiny_config, tiny_llava
 
 ROWS, WIDTH = 50, 6
@@ -226,5 +226,5 @@ def test_the_target_that_the_refusal_advises_gives_equal_norms(tmp_path):
     everything = torch.arange(3, VOCAB - 1)[None]
     ids = torch.cat([torch.full((1, 4), VOCAB - 1), everything], dim=1)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": torch.randn(1, 3, 28, 28)}
-    norms = layer0_norms(model, inputs)
-    assert norms["visual"].mean().item() == pytest.approx(norms["text"].mean().item(), rel=0.02)
+    norms = measure_layer0(model, [inputs]).norms
+    assert norms["visual"].summary()["mean"] == pytest.approx(norms["text"].summary()["mean"], rel=0.02)

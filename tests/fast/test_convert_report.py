@@ -21,8 +21,8 @@ from llava_norm_align.conversion import report
 from llava_norm_align.conversion.convert import convert
 from llava_norm_align.conversion.describe import conclusion
 from llava_norm_align.conversion.report import run_in_fresh_process, run_job
-from llava_norm_align.diagnosis.norms import layer0_norms
-from tests.helpers.convert import HIDDEN, IMAGE, VOCAB, tiny_llava, write_photos
+from llava_norm_align.diagnosis.measure import measure_layer0
+from tests.helpers.convert import IMAGE, VOCAB, tiny_llava, write_photos
 
 
 @pytest.fixture
@@ -200,11 +200,14 @@ def test_layer0_norms_leave_padding_out(tmp_path):
     ids = torch.tensor([[0, 0, 5, *[VOCAB - 1] * 4], [6, 7, 8, *[VOCAB - 1] * 4]])
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * 7])
     pixels = torch.randn(2, 3, IMAGE, IMAGE)
-    norms = layer0_norms(model, {"input_ids": ids, "attention_mask": mask, "pixel_values": pixels})
-    table = model.get_input_embeddings().weight
-    torch.testing.assert_close(norms["text"], table[[5, 6, 7, 8]].double().norm(dim=1), rtol=1e-6, atol=0)
+    rows = [dict(input_ids=ids[[i]], attention_mask=mask[[i]], pixel_values=pixels[[i]]) for i in range(2)]
+    norms = {kind: found.summary() for kind, found in measure_layer0(model, rows).norms.items()}
+    text = model.get_input_embeddings().weight[[5, 6, 7, 8]].double().norm(dim=1)
     with torch.no_grad():
         features = model.model.get_image_features(pixels)
-    features = torch.cat(list(getattr(features, "pooler_output", features)))
-    torch.testing.assert_close(norms["visual"], features.double().norm(dim=-1).flatten(), rtol=1e-5, atol=0)
-    assert norms["visual"].shape == (8,) and math.isclose(features.shape[-1], HIDDEN)
+    visual = torch.cat(list(getattr(features, "pooler_output", features))).double().norm(dim=-1).flatten()
+    for kind, expected in (("text", text), ("visual", visual)):
+        assert norms[kind]["n"] == len(expected)
+        assert norms[kind]["mean"] == pytest.approx(expected.mean().item(), rel=1e-5)
+        assert norms[kind]["max"] == pytest.approx(expected.max().item(), rel=1e-5)
+    assert norms["padding"]["n"] == 2
