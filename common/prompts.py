@@ -28,6 +28,7 @@ def prepare_inputs(
     processor.tokenizer.padding_side = "left"
     if processor.tokenizer.pad_token is None:  # Pixtral's has none; what pads is masked
         processor.tokenizer.pad_token = processor.tokenizer.eos_token
-    if images is None:
-        return processor(text=texts, padding=True, return_tensors="pt")
-    return processor(text=texts, images=list(images), padding=True, return_tensors="pt")
+    pictures = {} if images is None else {"images": list(images)}
+    inputs = processor(text=texts, **pictures, padding=True, return_tensors="pt")
+    inputs.pop("labels", None)  # PaliGemma's, of which a model computes a loss
+    return inputs

@@ -20,6 +20,7 @@ from llava_norm_align.common.samples import PHOTOS, sample_photos
 from llava_norm_align.diagnosis.attention import attention
 from llava_norm_align.diagnosis.compare import compare, read_diagnosis
 from llava_norm_align.diagnosis.describe import first_table, later_tables
+from llava_norm_align.diagnosis.dynamics import TokensChanged
 from llava_norm_align.diagnosis.formats import without_nan
 from llava_norm_align.diagnosis.markdown import markdown
 from llava_norm_align.diagnosis.measure import Measured, measure, table_norms
@@ -65,8 +66,13 @@ def diagnose_model(
             yield _prompt(model, processor, question, change(open_image(path)), path.name)
 
     structure = find_structure(model, next(iter(prompts())).inputs)
-    measured = measure(model, _bar(prompts(), "norms and layers", len(images)), structure)
-    missing, layers = list(structure.missing), measured.dynamics.layers_summary()
+    missing = list(structure.missing)
+    try:
+        measured = measure(model, _bar(prompts(), "norms and layers", len(images)), structure)
+        layers = measured.dynamics.layers_summary()
+    except TokensChanged as error:
+        missing.append(f"The layers are not measured. {error}")
+        measured, layers = measure(model, _bar(prompts(), "norms", len(images)), structure, layers=False), []
     result: dict[str, Any] = {
         **provenance(),
         "model": describe_model(model, structure, name, revision),
@@ -85,11 +91,14 @@ def diagnose_model(
     }
     on_first(result)
     few = min(CONTROL_IMAGES, len(images))
-    grey = measure(model, _bar(prompts(few, blank), "control: blank images", few), structure)
+    grey = measure(model, _bar(prompts(few, blank), "control: blank images", few), structure, layers=bool(layers))
     result["controls"] = {"blank_image": {"images": few, **_control(grey)}, "text_only": None}
     try:
         text_only = _prompt(model, processor, question, None, "")
-        result["controls"]["text_only"] = {"prompts": 1, **_control(measure(model, [text_only], structure))}
+        result["controls"]["text_only"] = {
+            "prompts": 1,
+            **_control(measure(model, [text_only], structure, layers=bool(layers))),
+        }
     except InputError as error:
         missing.append(f"The text-only control is missing: {error}")
     if with_attention:
@@ -253,7 +262,7 @@ def _norms(measured: Measured, structure: Structure, missing: list[str]) -> dict
 
 
 def _control(measured: Measured) -> dict[str, Any]:
-    layers = measured.dynamics.layers_summary()
+    layers = measured.dynamics.layers_summary() if measured.dynamics.images else []
     return {
         "norms": {name: measured.norms[name].summary() for name in ("visual", "text")},
         "layers": [{key: value for key, value in layer.items() if key not in ("a1", "a2")} for layer in layers],

@@ -27,6 +27,10 @@ MEDIAN_BINS_PER_OCTAVE = 128  # a histogram for each layer and modality: 0.13 MB
 SAME_NORM = 1e-6  # relative; the same hidden states may be summed in another order on another device
 
 
+class TokensChanged(InputError):
+    """A decoder layer drops, adds or resizes tokens."""
+
+
 class LayerDynamics:
     """Gathers from the layers' inputs and outputs, image by image; keeps a few numbers for each image and layer.
 
@@ -54,12 +58,12 @@ class LayerDynamics:
 
     @torch.no_grad()
     def add(self, layer: int, before: torch.Tensor, after: torch.Tensor) -> None:
-        """Take a layer's input and output, [1, T, D] each, on any device. InputError if their shapes differ."""
+        """Take a layer's input and output, [1, T, D] each, on any device. TokensChanged if their shapes differ."""
         if after.device not in self._first:
             self._first[after.device] = self._first[self._device].to(after.device)
         first = self._first[after.device]
         if not before.shape == after.shape == (1, *first.shape):
-            raise InputError(
+            raise TokensChanged(
                 f"Decoder layer {layer} turns hidden states of shape {list(before.shape)} into {list(after.shape)}, "
                 f"but {[1, *first.shape]} reached layer 0. Layers that drop, add or resize tokens "
                 "cannot be compared token by token: measure the norms alone."

@@ -11,7 +11,7 @@ PLOT_BINS_PER_OCTAVE = 8
 NEAR_CONSTANT = 3e-3  # a standard deviation over channels under which LayerNorm's eps of 1e-5 takes over
 FLOAT16_MAX = 65504
 CHUNK = 2**20  # elements that are copied to float64 at a time
-WAITING = 2**14  # vectors of which three numbers each wait to be joined
+WAITING = 2**12  # vectors of which three numbers each wait to be joined
 
 
 def widest_float(device: torch.device) -> torch.dtype:

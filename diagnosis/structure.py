@@ -183,10 +183,10 @@ def forward_options(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _other_image(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same prompt with noise instead of the image."""
+    """The same prompt with noise on the image."""
     generator = torch.Generator().manual_seed(0)
     return {
-        name: torch.randn(value.shape, generator=generator).to(value) if _is_image(name, value) else value
+        name: value + torch.randn(value.shape, generator=generator).to(value) if _is_image(name, value) else value
         for name, value in inputs.items()
     }
 

@@ -14,7 +14,7 @@ RESAMPLES = 2000
 A1_RANGE = (0.8, 1.25)  # of the ratio of the update norms, visual over text
 A2_RANGE = (-5.0, 5.0)  # degrees between the update angles, visual minus text
 VERDICTS = ("holds", "fails", "undecided", "none")
-BLOCK = 2**17  # picked images at a time, so that memory does not follow the number of images
+BLOCK = 2**16  # picked images at a time, so that memory does not follow the number of images
 
 
 def bootstrap_interval(

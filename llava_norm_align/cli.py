@@ -35,6 +35,7 @@ def main() -> NoReturn:
     logging.basicConfig(level=logging.INFO if debug else logging.WARNING, format="%(levelname)s: %(message)s")
     if not debug:
         transformers.logging.set_verbosity_error()
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns when PEFT imports it, used or not
         transformers.logging.disable_progress_bar()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that unfinished folders go
     try:
