@@ -3,11 +3,12 @@
 usage: python docs/readme.py
 
 A marker is <!-- output of: COMMAND --> or, right after a python block, <!-- output of the block above -->; everything
-up to <!-- end of output --> is replaced.
+up to <!-- end of output --> is replaced. The README's plot is one that the demo made.
 """
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,9 @@ def replace(match: re.Match) -> str:
     return f"{match['code'] or ''}{match['marker']}```text\n{output}\n```\n{match['end']}"
 
 
+PLOT = "norms_by_layer.png"
+
 if __name__ == "__main__":
     readme = ROOT / "README.md"
     readme.write_text(MARKED.sub(replace, readme.read_text(encoding="utf-8")), encoding="utf-8")
+    shutil.copy(ROOT / "demo/diagnosis/converted" / PLOT, ROOT / "docs" / PLOT)  # the demo's, before and after

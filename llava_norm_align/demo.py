@@ -1,7 +1,6 @@
 """The demo: a real small LLaVA measured, converted, trained and asked."""
 
 import random
-import textwrap
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,13 +11,13 @@ from transformers import PreTrainedModel, ProcessorMixin
 from llava_norm_align.common.folders import check_target, new_folder
 from llava_norm_align.common.images import open_image
 from llava_norm_align.common.loading import load_model, load_processor
-from llava_norm_align.common.results import FOLDER, provenance, write_json
+from llava_norm_align.common.results import FOLDER, provenance, weights_sha256, write_json
 from llava_norm_align.common.samples import sample_photos
 from llava_norm_align.conversion.convert import convert
 from llava_norm_align.conversion.files import copy_small_files
 from llava_norm_align.conversion.micro import cached_micro
 from llava_norm_align.data.easy_vqa import Row, load_questions
-from llava_norm_align.diagnosis.describe import ratio_line, verdict_lines, wrap
+from llava_norm_align.diagnosis.describe import verdict_sentence
 from llava_norm_align.diagnosis.diagnose import diagnose_model, write_diagnosis
 from llava_norm_align.evaluation.answer import answer
 from llava_norm_align.evaluation.exact_match import exact_match
@@ -48,12 +47,14 @@ def run(
         echo(f"[2/6] Norms at layer 0, and {questions} questions of easy-VQA, stock")
         rows[STOCK], before = measure(STOCK, model, processor, test)
         echo(describe_norms(before))
+        echo(describe_verdicts(before))
         echo("[3/6] Convert: a LayerNorm after the projector, calibrated to the text embeddings")
         summary = convert(str(stock), folder / CONVERTED, report=False)
         echo(f"      target norm {summary['calibration']['target_norm']:.4f}, {summary['seconds']['total']:.1f} s")
         models = {STOCK: model, CONVERTED: load_model(folder / CONVERTED)}
         rows[CONVERTED], after = measure(CONVERTED, models[CONVERTED], processor, test)
         echo(describe_norms(after))
+        echo(describe_verdicts(after))
         write_diagnosis(before, folder / DIAGNOSIS / STOCK)
         write_diagnosis(after, folder / DIAGNOSIS / CONVERTED, other=before)
 
@@ -65,6 +66,7 @@ def run(
             trained = folder / f"{name}-trained"
             models[name].save_pretrained(trained)
             copy_small_files(stock, trained)  # the processor's files, which a newer transformers would save anew
+            diagnosis["model"]["weights_sha256"] = weights_sha256(trained)
             write_diagnosis(diagnosis, trained / FOLDER)
             echo(describe_norms(diagnosis))
 
@@ -105,9 +107,16 @@ def measure(
 
 
 def describe_norms(result: dict[str, Any]) -> str:
-    """What the diagnosis found, in three sentences."""
-    lines = [ratio_line(result), *verdict_lines(result)[:2]]
-    return textwrap.indent(wrap(lines), " " * 6)
+    """The ratio that the diagnosis found."""
+    visual, text = (result["norms"][kind]["mean"] for kind in ("visual", "text"))
+    line = f"      visual tokens {visual:.2f}, text tokens {text:.2f}: ratio {result['ratio']['mean']:.2f}"
+    interval = result["ratio"]["interval"]
+    return line if interval is None else f"{line} (95 % interval {interval[0]:.2f} to {interval[1]:.2f})"
+
+
+def describe_verdicts(result: dict[str, Any]) -> str:
+    """How the paper's assumptions fare."""
+    return "\n".join(f"      {verdict_sentence(result, name)}" for name in ("a1", "a2"))
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

@@ -32,3 +32,12 @@ def run_alone(tasks, folder, python=sys.executable, timeout=300):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(answer.read_text())
+
+
+def run(*arguments, line="5"):
+    """The program in one transformers line: its standard output, and exit code 0."""
+    command = [PYTHONS[line], "-m", "llava_norm_align", *map(str, arguments)]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 
 import pytest
 import torch
@@ -10,18 +9,9 @@ from safetensors import safe_open
 
 from llava_norm_align.conversion.micro import cached_micro
 from llava_norm_align.data.easy_vqa import load_questions
-from tests.helpers.lines import PYTHONS, ROOT
+from tests.helpers.lines import PYTHONS, run
 
-PROGRAM = ["-m", "llava_norm_align"]
-
-
-def run(*arguments, line="5"):
-    """The program in one transformers line: its standard output, and exit code 0."""
-    command = [PYTHONS[line], *PROGRAM, *map(str, arguments)]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+NAMES = ("stock", "converted")
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +43,25 @@ def test_the_demo_measures_converts_trains_and_asks(demo, table_norm):
     assert rows["stock"]["visual_norm"] > 3 * rows["stock"]["text_norm"]
     assert rows["converted"]["visual_norm"] == pytest.approx(table_norm, rel=5e-3)
     assert rows["converted"]["text_norm"] == rows["stock"]["text_norm"]  # text does not pass the projector
-    assert {path.name for path in folder.iterdir()} == {"converted", "converted-trained", "stock-trained", "demo.json"}
+    models = {"converted", "converted-trained", "stock-trained"}
+    assert {path.name for path in folder.iterdir()} == {*models, "diagnosis", "demo.json"}
+
+
+def test_the_demo_diagnoses_before_and_after(demo):
+    folder, out, result = demo
+    names = {"diagnosis.json", "diagnosis.md", "attention_map.png", "norms_by_layer.png", "cosine_by_layer.png"}
+    for path in ("diagnosis/stock", "diagnosis/converted", "stock-trained/norm_align", "converted-trained/norm_align"):
+        assert names <= {file.name for file in (folder / path).iterdir()}
+    before, after = (json.loads((folder / "diagnosis" / name / "diagnosis.json").read_text()) for name in NAMES)
+    assert before["ratio"]["interval"][0] > 3
+    assert after["ratio"]["interval"][1] < 1.5
+    assert len(before["layers"]) == len(after["layers"]) == 30
+    assert before["layers"][0]["text"]["hidden_norm"] == after["layers"][0]["text"]["hidden_norm"]
+    for found in (before, after):
+        assert all(sum(found["verdicts"][name].values()) == 30 for name in ("a1", "a2"))
+        assert found["verdicts"]["a1"]["none"] == 0
+        assert len(found["attention"]["image_share"]) == 30
+        assert found["attention"]["map"]["rows"] == found["attention"]["map"]["columns"] == 8
 
 
 def test_training_moved_the_projector_and_kept_the_rest(demo):
