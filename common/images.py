@@ -27,19 +27,19 @@ def open_image(path: Path | str) -> Image.Image:
         raise InputError(f"{path} has {path.stat().st_size:,} bytes; at most {MAX_BYTES:,} are read. Make it smaller.")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # our own limit follows
+            warnings.simplefilter("ignore")  # of broken metadata, and of many pixels: our own limit follows
             image = Image.open(path)
-        width, height = image.size
-        if width * height > MAX_PIXELS:
-            raise InputError(
-                f"{path} is {width} x {height} = {width * height:,} pixels; at most {MAX_PIXELS:,} are read. "
-                "Make it smaller."
-            )
-        if max(width, height) > MAX_ASPECT * min(width, height):
-            raise InputError(
-                f"{path} is {width} x {height} pixels; sides of at most {MAX_ASPECT} to 1 are read. Crop it."
-            )
-        return _eight_bit(ImageOps.exif_transpose(image)).convert("RGB")
+            width, height = image.size
+            if width * height > MAX_PIXELS:
+                raise InputError(
+                    f"{path} is {width} x {height} = {width * height:,} pixels; at most {MAX_PIXELS:,} are read. "
+                    "Make it smaller."
+                )
+            if max(width, height) > MAX_ASPECT * min(width, height):
+                raise InputError(
+                    f"{path} is {width} x {height} pixels; sides of at most {MAX_ASPECT} to 1 are read. Crop it."
+                )
+            return _eight_bit(ImageOps.exif_transpose(image)).convert("RGB")
     except Image.DecompressionBombError:
         raise InputError(f"{path} has more than {MAX_PIXELS:,} pixels. Make it smaller.") from None
     except UnidentifiedImageError:
@@ -48,7 +48,7 @@ def open_image(path: Path | str) -> Image.Image:
         ) from None
     except PermissionError:
         raise InputError(f"You may not read {path}. Give yourself the permission, or name another image.") from None
-    except (OSError, SyntaxError, ValueError) as error:
+    except (OSError, SyntaxError, ValueError, RuntimeError) as error:  # AVIF's decoder raises the last
         raise InputError(f"{path} is a broken image ({error}). Save it again or name another one.") from None
 
 

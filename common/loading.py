@@ -19,6 +19,7 @@ from huggingface_hub.errors import (
 from safetensors import SafetensorError
 from transformers import (
     CONFIG_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoModelForImageTextToText,
     AutoProcessor,
     BitsAndBytesConfig,
@@ -28,9 +29,10 @@ from transformers import (
 
 from llava_norm_align.common.errors import InputError, missing_extra
 from llava_norm_align.common.folders import check_utf8
-from llava_norm_align.common.weights import read_json
+from llava_norm_align.common.weights import read_header, read_json
 
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")  # accelerate's, besides a device
 MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "*.py", "*.md"]
 PICKLED_FILES = ["pytorch_model*.bin", "mm_projector.bin"]
 
@@ -106,68 +108,128 @@ def load_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def check_vision_language(folder: Path, trust_remote_code: bool = False) -> dict[str, Any]:
+    """config.json of a vision-language model's folder; InputError if it is of another kind of model, or of code that
+    the folder brings and that is not trusted.
+    """
+    config = load_config(folder)
+    model_type, own_code = config["model_type"], config.get("auto_map") or {}
+    known = model_type in CONFIG_MAPPING
+    if known and CONFIG_MAPPING[model_type] in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return config
+    if not known and not own_code:
+        raise InputError(
+            f"The model type {model_type} of {folder / 'config.json'} is not known to transformers "
+            f"{transformers.__version__}, and the folder brings no code for it. Install a newer transformers, or name "
+            "another model."
+        )
+    if "AutoModelForImageTextToText" not in own_code:
+        raise InputError(
+            f"{folder} is a {model_type}, which AutoModelForImageTextToText does not load; a vision-language model, "
+            "with an image processor and a vision tower, was expected. Name another model."
+        )
+    if not trust_remote_code:
+        raise InputError(
+            f"{folder} brings its own code for its model type {model_type}. Read that code and, if you "
+            "trust it, pass --trust-remote-code."
+        )
+    return config
+
+
+def check_placement(
+    dtype: str, device: str | None = None, device_map: str | dict[str, Any] | None = None, four_bit: bool = False
+) -> None:
+    """InputError unless load_model can do what these ask for on this machine."""
+    if dtype not in DTYPES:
+        raise InputError(f"--dtype is {dtype!r}; one of {', '.join(DTYPES)} was expected. Pass one of them.")
+    if device is not None and device_map is not None:
+        raise InputError(f"--device {device} and --device-map {device_map} exclude each other. Leave one out.")
+    if device is not None:
+        _check_device("--device", device, "one such as cpu, cuda or cuda:1")
+    if isinstance(device_map, str) and device_map not in DEVICE_MAPS:
+        _check_device("--device-map", device_map, f"one of {', '.join(DEVICE_MAPS)}, or a device")
+    if four_bit and importlib.util.find_spec("bitsandbytes") is None:
+        raise missing_extra("bitsandbytes", "train", "Loading in 4 bits")
+
+
+def _check_device(option: str, device: str, expected: str) -> None:
+    try:
+        torch.zeros(1, device=device).item()
+    except Exception as error:  # each device has its own way to fail
+        reason = first_line(error).partition(". ")[0].rstrip(".")
+        raise InputError(
+            f"{option} is {device!r}, which PyTorch cannot use here ({reason}). Pass {expected}, or leave it out."
+        ) from error
+
+
 def load_model(
     folder: Path,
     dtype: str = "auto",
     device: str | None = None,
     *,
-    device_map: str | None = None,
+    device_map: str | dict[str, Any] | None = None,
     four_bit: bool = False,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """A vision-language model in eval mode. A norm-aligned one loads under its guard: InputError if it is damaged.
 
     `dtype`: a key of DTYPES; "auto" is the one that config.json names. `device_map`: as accelerate's, such as "auto";
-    `four_bit`: NF4 by bitsandbytes. InputError, too, if a tensor is missing, which would be left random.
+    `four_bit`: NF4 by bitsandbytes, unless the checkpoint is quantised already. InputError, too, if a tensor is
+    missing or has another shape, as it would be left random.
     """
-    config = load_config(folder)
-    if "auto_map" in config and config["model_type"] not in CONFIG_MAPPING and not trust_remote_code:
-        raise InputError(
-            f"{folder} brings its own code for its model type {config['model_type']}. Read that code and, if you "
-            "trust it, pass --trust-remote-code."
-        )
+    check_placement(dtype, device, device_map, four_bit)
+    config = check_vision_language(folder, trust_remote_code)
     # with "auto", 4.57 gives each part the dtype that its own config names, which may not be the one it is stored in
     named = DTYPES.get(config.get("dtype") or config.get("torch_dtype"), "auto")
     options: dict[str, Any] = {"dtype": named if dtype == "auto" else DTYPES[dtype]}
+    if four_bit and "quantization_config" not in config:
+        compute = options["dtype"] if isinstance(options["dtype"], torch.dtype) else torch.bfloat16
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute
+        )
     if four_bit:
-        options["quantization_config"] = _four_bit(options["dtype"])
+        device_map = device_map or (device and {"": device})  # a quantised model cannot be moved afterwards
     if device_map is not None:
         options["device_map"] = device_map
     try:
         model, info = AutoModelForImageTextToText.from_pretrained(
-            folder, trust_remote_code=trust_remote_code, output_loading_info=True, **options
+            folder,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are told below, with their names
+            **options,
         )
     except ImportError as error:
         raise InputError(f"The model in {folder} cannot be loaded: {_needed(error)} Install it first.") from error
     except (RuntimeError, ValueError, OSError, SafetensorError, KeyError) as error:
-        if "out of memory" in str(error) or "not enough memory" in str(error):
+        if out_of_memory(error):
             raise
-        if "Unrecognized configuration class" in str(error):
-            raise InputError(
-                f"{folder} is a {config['model_type']}, which transformers does not know as a vision-language model; "
-                "one with an image processor and a vision tower was expected. Name another model."
-            ) from error
+        for file in sorted(folder.glob("*.safetensors")):
+            read_header(file)  # if it is cut, it is named
         raise InputError(
             f"{folder} could not be loaded as a vision-language model: {first_line(error).rstrip('.')}. "
             "Name another model, or download it again."
         ) from error
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise InputError(
-            f"{len(missing)} tensors are missing in {folder}, such as {missing[0]}, and transformers "
-            f"{transformers.__version__} would leave them random. Download the model again, or load it with the "
-            "version of transformers that wrote it."
-        )
+    # in 4.57 names, in 5 names and shapes
+    reshaped = [key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]]
+    for what, names in (("missing in", sorted(info["missing_keys"])), ("of the wrong shape in", sorted(reshaped))):
+        if names:
+            raise InputError(
+                f"Tensors are {what} {folder} ({len(names)}, such as {names[0]}), and transformers "
+                f"{transformers.__version__} would leave them random. Download the model again, or load it with the "
+                "version of transformers that wrote it."
+            )
     if device_map is None and not four_bit:
         model = model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     return model.eval()
 
 
-def _four_bit(dtype: torch.dtype | str) -> BitsAndBytesConfig:
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise missing_extra("bitsandbytes", "train", "Loading in 4 bits")
-    compute = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute)
+def out_of_memory(error: Exception) -> bool:
+    """Whether it says that the memory of a GPU or of the process did not suffice."""
+    said = str(error)
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(
+        words in said for words in ("out of memory", "not enough memory", "allocate memory")
+    )
 
 
 def load_processor(folder: Path, trust_remote_code: bool = False) -> ProcessorMixin:
@@ -177,9 +239,14 @@ def load_processor(folder: Path, trust_remote_code: bool = False) -> ProcessorMi
     except ImportError as error:
         raise InputError(f"The processor of {folder} cannot be loaded: {_needed(error)} Install it first.") from error
     except Exception as error:  # every processor and tokenizer class has its own way to fail
+        if "trust_remote_code" in str(error):
+            raise InputError(
+                f"{folder} brings its own code for its processor. Read that code and, if you trust it, pass "
+                "--trust-remote-code."
+            ) from error
         raise InputError(
-            f"{folder} has no processor that can be loaded: {first_line(error).rstrip('.,')}. "
-            "Repair or replace its files."
+            f"{folder} has no processor that can be loaded: "
+            f"{first_line(error).partition(' If you were trying')[0].rstrip('.,')}. Repair or replace its files."
         ) from error
     if not isinstance(processor, ProcessorMixin):  # transformers falls back to the tokenizer alone
         raise InputError(
@@ -191,7 +258,9 @@ def load_processor(folder: Path, trust_remote_code: bool = False) -> ProcessorMi
 
 def _needed(error: ImportError) -> str:
     """The sentence of transformers that says which library a class needs."""
-    return first_line(error).partition(" Check out")[0]
+    while isinstance(error.__cause__, ImportError):  # the outer one may name the class alone
+        error = error.__cause__
+    return first_line(error).partition(" Check out")[0].rstrip(".") + "."
 
 
 def first_line(error: Exception) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from PIL import Image
 from transformers import BatchFeature, ProcessorMixin
 
+LEAST_SIDE = 4  # pixels; processors take a side of 1 or 3 for the color channels
 PLAIN_TEMPLATE = "USER: {image}\n{question} ASSISTANT:"  # LLaVA-1.5's, for its processors without a chat template
 
 
@@ -28,7 +29,13 @@ def prepare_inputs(
     processor.tokenizer.padding_side = "left"
     if processor.tokenizer.pad_token is None:  # Pixtral's has none; what pads is masked
         processor.tokenizer.pad_token = processor.tokenizer.eos_token
-    pictures = {} if images is None else {"images": list(images)}
+    pictures = {} if images is None else {"images": [_wide_enough(image) for image in images]}
     inputs = processor(text=texts, **pictures, padding=True, return_tensors="pt")
     inputs.pop("labels", None)  # PaliGemma's, of which a model computes a loss
     return inputs
+
+
+def _wide_enough(image: Image.Image) -> Image.Image:
+    """The image, enlarged by a whole factor if a side is under LEAST_SIDE."""
+    factor = -(-LEAST_SIDE // min(image.size))
+    return image if factor == 1 else image.resize([side * factor for side in image.size], Image.Resampling.NEAREST)

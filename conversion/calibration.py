@@ -9,10 +9,10 @@ import torch
 
 from llava_norm_align.common.errors import InputError
 from llava_norm_align.common.weights import StoredTensor
+from llava_norm_align.diagnosis.measure import UNUSED
 
 FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 CHUNK = 4 * 2**20  # bytes of the table read at a time
-EPS = 1e-6  # a row with a smaller norm is unused: Llama-3's reserved rows are exact zeros
 QUANTILES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
 
 
@@ -37,7 +37,7 @@ def check_gain(target_norm: float, hidden_size: int) -> None:
 
 
 def measure_table(
-    table: StoredTensor, vocab_size: int, hidden_size: int, eps: float = EPS, own_rows: int | None = None
+    table: StoredTensor, vocab_size: int, hidden_size: int, eps: float = UNUSED, own_rows: int | None = None
 ) -> dict[str, Any]:
     """Norm statistics of the rows of a text embedding table [vocab_size, hidden_size], and the table's sha256.
 

@@ -42,30 +42,35 @@ def attention(
     The language model runs with eager attention meanwhile. Of its weights, [1, heads, T, T] in one layer at a time,
     only the last row is kept.
     """
-    shares, token_shares, image_map, no_grid = [], [], None, ""
+    shares, token_shares, image_map, no_grid, without_any = [], [], None, "", 0
     with eager_attention(model, structure.layers) as eager, _LastRows(structure, eager) as seen:
         for prompt in prompts:
             rows, members = seen.run(model, prompt)
             visual = members["visual"][0].cpu()  # [T]
             if not visual.any():
                 continue
+            if not any(row is not None for row in rows):
+                without_any += 1
+                continue
             shares.append([None if row is None else row[visual].sum().item() for row in rows])
             token_shares.append(visual.double().mean().item())
             given = [row for row in rows if row is not None]
-            if image_map is None and given:
+            if image_map is None:
                 grid, no_grid = image_grid(model, visual, members["newline"][0].cpu(), prompt.inputs)
                 if grid is not None:
                     values = torch.stack(given).mean(dim=0)[grid]  # [rows, columns]
                     image_map = {"image": prompt.name, "rows": grid.shape[0], "columns": grid.shape[1]}
                     image_map |= {"tile": grid.numel() < visual.sum().item(), "values": values.tolist()}
-    if not shares:
+    if not shares and not without_any:
         return None, ["The attention is not shown: no prompt has visual tokens."]
-    layers = [_mean(layer) for layer in zip(*shares, strict=True)]
-    without = [str(number) for number, share in enumerate(layers) if share is None]
-    if len(without) == len(layers):
+    if not shares:
         name = type(model).__name__
         return None, [f"The attention is not shown: no decoder layer of {name} gives finite attention weights."]
+    layers = [_mean(layer) for layer in zip(*shares, strict=True)]
+    without = [str(number) for number, share in enumerate(layers) if share is None]
     missing = []
+    if without_any:
+        missing.append(f"{without_any} images are left out of the attention: no decoder layer gives finite weights.")
     if without:
         missing.append(f"These decoder layers give no finite attention weights: {', '.join(without)}.")
     if image_map is None:
@@ -188,5 +193,6 @@ def image_grid(
 
 
 def _mean(shares: tuple[float | None, ...]) -> float | None:
-    """Mean over images of one layer's share; None if an image has none."""
-    return None if None in shares else sum(shares) / len(shares)
+    """Mean over the images that have one of a layer's share; None if none has."""
+    given = [share for share in shares if share is not None]
+    return sum(given) / len(given) if given else None

@@ -26,7 +26,7 @@ NORMS = {  # key in "norms": what it is called
 }
 STATISTICS = ("mean", "std", "median", "p1", "p99", "max")
 IN_THE_PAPER = {"encoder_features": "before_projector", "projector_output": "after_projector", "text": "text"}
-ASSUMPTIONS = {"a1": "A1 (equal update norms)", "a2": "A2 (equal update angles)"}
+ASSUMPTIONS = {"a1": "A1 (equal mean update norms)", "a2": "A2 (equal mean update angles)"}
 SIGNS = {"holds": "yes", "fails": "no", "undecided": "?"}
 CONTESTED = (
     "The gap is a measurement. That it costs image information is what the paper (arXiv 2512.08374) argues; "
@@ -114,7 +114,11 @@ def ratio_line(result: dict[str, Any]) -> str:
     mean, interval = find_number(result, "ratio", "mean"), find_interval(result, "ratio", "interval")
     if mean is None:
         return "Ratio of mean norms at layer 0, visual / text: could not be measured"
-    ends = f" (95 % interval over images {number(interval[0])} to {number(interval[1])})" if interval else ""
+    ends = (
+        f" (95 % interval over images, for this prompt, {number(interval[0])} to {number(interval[1])})"
+        if interval
+        else ""
+    )
     median = find_number(result, "ratio", "median")
     medians = "" if median is None else f"; of the medians {number(median)}"
     return f"Ratio of mean norms at layer 0, visual / text: {number(mean)}{ends}{medians}"
@@ -198,7 +202,7 @@ def verdict_lines(result: dict[str, Any]) -> list[str]:
     if lines:
         lines.append(
             "holds: the 95 % interval over images lies within C v/t 0.8 to 1.25 (A1), phi v-t -5 to 5 degrees (A2); "
-            "fails: it lies wholly outside."
+            "fails: it lies wholly outside. In the table: yes, no, ? for undecided, - for no verdict."
         )
     return [*lines, *rotation_lines(result)]
 
@@ -215,7 +219,7 @@ def verdict_sentence(result: dict[str, Any], assumption: str) -> str:
     counts = {verdict: find_number(counts, verdict) or 0 for verdict in ("holds", "fails", "undecided", "none")}
     words = [f"{verdict} at {counts[verdict]}" for verdict in ("holds", "fails", "undecided")]
     if counts["none"]:
-        words.append(f"not measured at {counts['none']}")
+        words.append(f"no verdict at {counts['none']}")
     return f"{name}: {', '.join(words)} of {sum(counts.values())} layers"
 
 
@@ -232,15 +236,21 @@ def layers_named(layers: list[dict[str, Any]]) -> str:
 
 
 def rotation_lines(result: dict[str, Any]) -> list[str]:
-    layers = find_list(result, "layers")
-    visual, text = first_rotations(layers)
-    predicted = first_rotations(layers, "rotation_predicted_degrees")
-    if visual is None or text is None:
+    """At how many layers visual tokens turn less than text tokens, where the theory expects it and elsewhere."""
+    measured, expected = [], []
+    for layer in find_list(result, "layers"):
+        for found, key in ((measured, "rotation_degrees"), (expected, "rotation_predicted_degrees")):
+            visual, text = (find_number(layer, kind, key) for kind in ("visual", "text"))
+            found.append(None if visual is None or text is None else visual < text)
+    both = [(less, theory) for less, theory in zip(measured, expected, strict=True) if None not in (less, theory)]
+    if not both:
         return []
-    said = ""
-    if None not in predicted:
-        said = f"; the paper's theory predicts {predicted[0]:.1f} and {predicted[1]:.1f}"
-    return [f"Mean rotation in {layers_named(layers)}: visual {visual:.1f} degrees, text {text:.1f}{said}."]
+    less, theory = (sum(column) for column in zip(*both, strict=True))
+    agreed = sum(one and other for one, other in both)
+    return [
+        f"Visual tokens turn less than text tokens at {less} of {len(both)} layers; the paper's theory predicts it "
+        f"from the norms at {theory}, of which it is measured at {agreed}"
+    ]
 
 
 def control_lines(result: dict[str, Any]) -> list[str]:
@@ -330,6 +340,6 @@ def probe_lines(result: dict[str, Any]) -> list[str]:
     return [
         f"Probe: visual tokens at layer 0 times a factor, nothing trained; next token against factor 1, {images}",
         formats.text_table(rows),
-        "=: the factor that gives visual tokens the norm of text. A large KL there means that the model answers "
-        "otherwise until it is trained again; it does not say which answer is better.",
+        "=: mean text norm by mean visual norm, over all images. The larger the KL there, the further an untrained "
+        "model with such a norm is from this one; it does not say which answer is better.",
     ]

@@ -1,6 +1,5 @@
 """The diagnosis of a vision-language model: does it have the norm gap, and does it do what the theory says?"""
 
-import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -12,23 +11,29 @@ from PIL import Image
 from tqdm import tqdm
 from transformers import PreTrainedModel, ProcessorMixin
 
-from llava_norm_align.common.errors import InputError, missing_extra
+from llava_norm_align.common.errors import InputError
 from llava_norm_align.common.images import open_image
-from llava_norm_align.common.loading import first_line, load_model, load_processor, resolve_weights
-from llava_norm_align.common.results import FOLDER, provenance, weights_sha256, write_json, write_text
-from llava_norm_align.common.samples import PHOTOS, sample_photos
+from llava_norm_align.common.loading import (
+    check_placement,
+    check_vision_language,
+    first_line,
+    load_model,
+    load_processor,
+    out_of_memory,
+    resolve_weights,
+)
+from llava_norm_align.common.results import provenance, weights_sha256
 from llava_norm_align.diagnosis.attention import attention
 from llava_norm_align.diagnosis.compare import compare, read_diagnosis
 from llava_norm_align.diagnosis.describe import first_table, later_tables
 from llava_norm_align.diagnosis.dynamics import TokensChanged
+from llava_norm_align.diagnosis.files import find_images, mapped_image, result_folder, write_diagnosis
 from llava_norm_align.diagnosis.formats import without_nan
-from llava_norm_align.diagnosis.markdown import markdown
 from llava_norm_align.diagnosis.measure import Measured, measure, table_norms
-from llava_norm_align.diagnosis.plots import write_plots
 from llava_norm_align.diagnosis.probe import probe
 from llava_norm_align.diagnosis.prompts import blank, make_prompt
 from llava_norm_align.diagnosis.published import published_row
-from llava_norm_align.diagnosis.structure import Structure, find_structure
+from llava_norm_align.diagnosis.structure import Structure, accepted_inputs, find_structure, input_device
 from llava_norm_align.diagnosis.tokens import Prompt
 from llava_norm_align.diagnosis.verdicts import count_verdicts
 
@@ -39,6 +44,10 @@ QUESTION = (
 LIMIT = 32  # images
 CONTROL_IMAGES = 8  # of the blank control and of the attention; the least number that gets an interval
 PROBE_IMAGES = 16
+PROCESSOR_FILES = (
+    "the chat template, and patch_size, vision_feature_select_strategy and num_additional_image_tokens in "
+    "processor_config.json (of a norm-aligned model, `llava-norm-align doctor` checks them)"
+)
 
 
 @torch.no_grad()
@@ -65,7 +74,9 @@ def diagnose_model(
         for path in images[:count]:
             yield _prompt(model, processor, question, change(open_image(path)), path.name)
 
-    structure = find_structure(model, next(iter(prompts())).inputs)
+    if not images:
+        raise InputError("There are no images to diagnose with; one or more were expected. Pass some.")
+    structure = _find_structure(model, processor, next(prompts()))
     missing = list(structure.missing)
     try:
         measured = measure(model, _bar(prompts(), "norms and layers", len(images)), structure)
@@ -99,8 +110,8 @@ def diagnose_model(
             "prompts": 1,
             **_control(measure(model, [text_only], structure, layers=bool(layers))),
         }
-    except InputError as error:
-        missing.append(f"The text-only control is missing: {error}")
+    except Exception as error:  # a processor or a model that needs an image; each has its own way to fail
+        missing.append(f"The text-only control is missing: {first_line(error)}")
     if with_attention:
         result["attention"], why = attention(model, structure, _bar(prompts(few), "attention", few))
         missing += why
@@ -138,14 +149,17 @@ def diagnose(
     """
     if not question.strip():
         raise InputError("The --prompt is empty; a question about an image was expected. Fill it, or leave it out.")
+    if limit < 1:
+        raise InputError(f"--limit is {limit}, but at least 1 image was expected. Raise it, or leave it out.")
+    check_placement(dtype, device, device_map, four_bit)
     compared = read_diagnosis(Path(other)) if other is not None else None
     files = find_images(images, limit)
     folder = resolve_weights(name, revision)
+    check_vision_language(folder, trust_remote_code)
     target = result_folder(name, folder, out)
     processor = load_processor(folder, trust_remote_code)
     told: list[str] = []
     with _enough_memory(), ThreadPoolExecutor(1) as pool:
-        digest = pool.submit(weights_sha256, folder)  # reads the files while the model works
         model = load_model(
             folder,
             dtype,
@@ -154,22 +168,26 @@ def diagnose(
             four_bit=four_bit,
             trust_remote_code=trust_remote_code,
         )
+        digest = pool.submit(weights_sha256, folder)  # reads the files, by now in memory, while the model works
 
         def on_first(result: dict[str, Any]) -> None:
             told.extend(result["missing"])
             echo(first_table(result) + "\n")
 
-        result = diagnose_model(
-            model,
-            processor,
-            files,
-            name=name,
-            revision=revision,
-            question=question,
-            with_attention=with_attention,
-            with_probe=with_probe,
-            on_first=on_first,
-        )
+        try:
+            result = diagnose_model(
+                model,
+                processor,
+                files,
+                name=name,
+                revision=revision,
+                question=question,
+                with_attention=with_attention,
+                with_probe=with_probe,
+                on_first=on_first,
+            )
+        except InputError as error:
+            raise InputError(f"{name}: {error}") from error
         result["images"]["source"] = "scikit-image's photos" if not images else ", ".join(map(str, images))
         result["model"]["weights_sha256"] = digest.result()
     echo(later_tables(result, told))
@@ -178,58 +196,6 @@ def diagnose(
     for path in write_diagnosis(result, target, mapped_image(result, files), compared):
         echo(f"Written: {path}")
     return result
-
-
-def write_diagnosis(
-    result: dict[str, Any], folder: Path, image: Image.Image | None = None, other: dict[str, Any] | None = None
-) -> list[Path]:
-    """Write diagnosis.json, diagnosis.md and the plots into `folder`; their paths. Without matplotlib, no plots."""
-    plots = []
-    if importlib.util.find_spec("matplotlib") is not None:
-        plots = write_plots(result, folder, image, other)
-    else:
-        result["missing"].append(str(missing_extra("matplotlib", "plots", "A plot")))
-    write_json(folder / "diagnosis.json", result)
-    write_text(folder / "diagnosis.md", markdown(result, plots))
-    return [folder / "diagnosis.json", folder / "diagnosis.md", *plots]
-
-
-def mapped_image(result: dict[str, Any], files: Sequence[Path]) -> Image.Image | None:
-    """The image that the attention map is of."""
-    shown = ((result["attention"] or {}).get("map") or {}).get("image")
-    return next((open_image(path) for path in files if path.name == shown), None)
-
-
-def find_images(paths: Sequence[Path], limit: int) -> list[Path]:
-    """The first `limit` image files of `paths`: files as they are named, of folders those with an image's suffix."""
-    if not paths:
-        return sample_photos("A diagnosis", PHOTOS)[:limit]
-    suffixes, files = Image.registered_extensions(), []
-    for path in paths:
-        if not path.is_dir():
-            files.append(path)
-            continue
-        found = sorted(file for file in path.iterdir() if file.is_file() and file.suffix.lower() in suffixes)
-        if not found:
-            raise InputError(f"The folder {path} of --images has no image file. Name a folder with PNG or JPEG files.")
-        files += found
-    for path in files[:limit]:
-        open_image(path)  # a broken one ends the run before the model is loaded
-    return files[:limit]
-
-
-def result_folder(name: str, folder: Path, out: Path | None) -> Path:
-    """Where the result files of model `name` go; the folder is made, or InputError."""
-    target = out or (folder / FOLDER if Path(name).is_dir() else Path(f"{name.split('/')[-1]}-{FOLDER}"))
-    try:
-        target.mkdir(parents=True, exist_ok=True)
-        (target / ".writable").touch()
-        (target / ".writable").unlink()
-    except OSError as error:
-        raise InputError(
-            f"The folder {target} cannot be written ({error.strerror}); the result files go there. Name another --out."
-        ) from None
-    return target
 
 
 def describe_model(model: PreTrainedModel, structure: Structure, name: str, revision: str | None) -> dict[str, Any]:
@@ -243,7 +209,7 @@ def describe_model(model: PreTrainedModel, structure: Structure, name: str, revi
         "class": type(model).__name__,
         "dtype": str(model.dtype).removeprefix("torch."),
         "quantization": None if method is None else str(getattr(method, "value", method)),
-        "device": str(model.device),
+        "device": str(input_device(model)),
         "attention_implementation": getattr(model.config, "_attn_implementation", None),
         "decoder_layers": len(structure.layers),
         "hidden_size": model.get_input_embeddings().weight.shape[-1],
@@ -258,6 +224,8 @@ def _norms(measured: Measured, structure: Structure, missing: list[str]) -> dict
     if table is None:
         missing.append("The text table is quantised or not in memory, so the norms of its rows are not measured.")
     norms = {name: running.summary() for name, running in measured.norms.items()}
+    if norms["text"] is None:
+        missing.append("The prompt's tokens do not spell out the question, so none of them counts as text.")
     return {**norms, "text_table": table}
 
 
@@ -273,13 +241,33 @@ def _prompt(
     model: PreTrainedModel, processor: ProcessorMixin, question: str, image: Image.Image | None, name: str
 ) -> Prompt:
     try:
-        return make_prompt(processor, question, image, model.device, model.dtype, name)
+        device, accepted = input_device(model), accepted_inputs(model)
+        return make_prompt(processor, question, image, device, model.dtype, name, accepted)
     except Exception as error:  # every processor has its own way to fail
-        what = f"the image {name}" if image is not None else "a text without an image"
+        if out_of_memory(error):
+            raise
+        what = f"the image {name} and the prompt" if image is not None else "the prompt without an image"
         raise InputError(
-            f"{type(processor).__name__} cannot make model inputs of {what} and the prompt: {first_line(error)} "
-            "Check the processor's files, such as preprocessor_config.json and the chat template."
+            f"{type(processor).__name__} cannot make model inputs of {what} ({_reason(error)}). Check the "
+            f"processor's files: {PROCESSOR_FILES}."
         ) from error
+
+
+def _find_structure(model: PreTrainedModel, processor: ProcessorMixin, prompt: Prompt) -> Structure:
+    try:
+        return find_structure(model, prompt.inputs)
+    except Exception as error:  # every model has its own way to fail
+        if isinstance(error, InputError) or out_of_memory(error):
+            raise
+        raise InputError(
+            f"{type(model).__name__} fails on what {type(processor).__name__} makes of the image {prompt.name} and "
+            f"the prompt ({_reason(error)}). If image tokens are miscounted, check {PROCESSOR_FILES}; else run again "
+            "with --debug to see where."
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {first_line(error).rstrip('.')}"
 
 
 def _bar(prompts: Iterable[Prompt], what: str, total: int) -> Iterator[Prompt]:
@@ -291,11 +279,11 @@ def _enough_memory() -> Iterator[None]:
     """Turn an out-of-memory error into advice."""
     try:
         yield
-    except (torch.OutOfMemoryError, RuntimeError, MemoryError) as error:
-        text = str(error)
-        if isinstance(error, RuntimeError) and "out of memory" not in text and "not enough memory" not in text:
+    except Exception as error:
+        if not out_of_memory(error):
             raise
         raise InputError(
-            f"The memory did not suffice: {first_line(error)} Lower what is needed: --dtype bfloat16, --load-in-4bit, "
-            "--device-map auto (several GPUs, or a part on the CPU), --no-attention, smaller images, or --device cpu."
-        ) from None
+            f"The memory did not suffice ({_reason(error)}). Lower what is needed: pass --no-attention, --dtype "
+            "bfloat16, --load-in-4bit, --device-map auto (several GPUs, or a part on the CPU) or --device cpu, or "
+            "smaller images."
+        ) from error

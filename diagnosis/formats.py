@@ -115,9 +115,10 @@ def shorten(text: Any, length: int) -> str:
 
 
 def model_name(result: dict[str, Any], length: int = 60) -> str:
-    """The model's name or the end of its path, shortened."""
+    """A Hub id, or the last folder of a path, shortened."""
     name = printable(find(result, "model", "name") or "unnamed model").rstrip("/")
-    return shorten(name if len(name) <= length else name.rpartition("/")[2] or name, length)
+    is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1
+    return shorten(name.rpartition("/")[2] or name if is_path or len(name) > length else name, length)
 
 
 def escape(text: Any) -> str:

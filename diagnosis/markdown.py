@@ -32,11 +32,18 @@ PICTURES = {  # the files that plots.write_plots may write: what they show
 SHOWN_NAMES = 8
 
 
-def markdown(result: dict[str, Any], pictures: Sequence[Path | str] = tuple(PICTURES)) -> str:
-    """The whole file. `pictures` are the plots that lie beside it (what write_plots returned); others get no link."""
+def markdown(
+    result: dict[str, Any],
+    pictures: Sequence[Path | str] = tuple(PICTURES),
+    other: dict[str, Any] | None = None,
+) -> str:
+    """The whole file. `pictures` are the plots that lie beside it (what write_plots returned); others get no link.
+    `other`: a second result, which the plots show dashed.
+    """
     names = {Path(picture).name for picture in pictures}
     sections = [
         heading(result),
+        "" if other is None else f"Dashed in the plots: {escape(formats.model_name(other, 80))}.",
         norms_section(result),
         picture("layer0_norms.png", names),
         layers_section(result, names),
@@ -154,8 +161,8 @@ def probe_section(result: dict[str, Any]) -> str:
         "### Probe without training\n\n"
         "The visual tokens at layer 0 times a factor; the next token after the prompt against factor 1.\n\n"
         f"{markdown_table(rows)}\n\n"
-        "`=`: the factor that gives visual tokens the norm of text. A large KL there means that the model answers "
-        "otherwise until it is trained again; it does not say which answer is better."
+        "`=`: mean text norm by mean visual norm, over all images. The larger the KL there, the further an untrained "
+        "model with such a norm is from this one; it does not say which answer is better."
     )
 
 
@@ -174,7 +181,7 @@ def how_section(result: dict[str, Any]) -> str:
         "model class": find(model, "class"),
         "revision": find(model, "revision"),
         "weights, sha256": find(model, "weights_sha256"),
-        "parameters": find(model, "parameters"),
+        "parameters": formats.count(find_number(model, "parameters")),
         "dtype": find(model, "dtype"),
         "quantization": find(model, "quantization"),
         "device": find(model, "device"),
@@ -190,7 +197,7 @@ def how_section(result: dict[str, Any]) -> str:
         [
             "### How it was measured\n",
             *lines,
-            "\nThe same again, with the versions above, the same images and all numbers in diagnosis.json:\n",
+            "\nTo repeat it with the versions and images above (all numbers are in diagnosis.json):\n",
             formats.code_block(find(result, "command") or "llava-norm-align diagnose MODEL"),
         ]
     )

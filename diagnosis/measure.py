@@ -11,14 +11,12 @@ from accelerate.utils import align_module_device
 from transformers import PreTrainedModel
 
 from llava_norm_align.diagnosis.dynamics import LayerDynamics
-from llava_norm_align.diagnosis.running import RunningNorms
+from llava_norm_align.diagnosis.running import CHUNK, RunningNorms, widest_float
 from llava_norm_align.diagnosis.structure import Reached, Structure, find_structure, forward_options, hidden_states
 from llava_norm_align.diagnosis.tokens import GROUPS, Prompt, group_tokens
 from llava_norm_align.diagnosis.verdicts import bootstrap_interval
 
 TAPS = ("encoder_features", "projector_output", "text_embedding_output", *GROUPS)
-SUMS = ("visual norms", "visual tokens", "text norms", "text tokens")
-TABLE_CHUNK = 2**24  # elements of the text table that are converted at a time
 UNUSED = 1e-6  # a row of the table with a smaller norm is unused: Llama-3's reserved rows are exact zeros
 
 
@@ -28,14 +26,15 @@ class Measured:
 
     dynamics: LayerDynamics
     norms: dict[str, RunningNorms] = field(default_factory=lambda: {name: RunningNorms() for name in TAPS})
-    sums: list[torch.Tensor] = field(default_factory=list)  # of each prompt: SUMS, on layer 0's device
+    # of each prompt: sum of the visual norms, number of visual tokens, and both of text
+    sums: list[torch.Tensor] = field(default_factory=list)
 
     def ratio(self) -> dict[str, Any]:
         """Visual over text norm at layer 0: of the means over all tokens, with its 95 % bootstrap interval over
         images (None under 8), and of the medians. None where a group has no finite token.
         """
         norms = {name: self.norms[name].summary() or {} for name in ("visual", "text")}
-        samples = torch.stack(self.sums).cpu().double().numpy().T  # [SUMS, prompts]
+        samples = torch.stack(self.sums).cpu().double().numpy().T  # [4, prompts]
         return {
             "mean": _ratio(norms["visual"].get("mean"), norms["text"].get("mean")),
             "interval": bootstrap_interval(lambda v, vn, t, tn: v / vn / (t / tn), *samples),
@@ -157,13 +156,13 @@ def table_norms(embeddings: torch.nn.Module) -> dict[str, Any] | None:
 
     An offloaded table is brought in for the time (accelerate).
     """
-    norms, used = RunningNorms(), RunningNorms()
+    norms = RunningNorms()
     with align_module_device(embeddings):
         table = embeddings.weight
         if not table.is_floating_point() or table.is_meta:
             return None
-        for rows in table.split(max(1, TABLE_CHUNK // table.shape[-1])):
-            norms.add(rows)
-            used.add(rows[torch.linalg.vector_norm(rows.float(), dim=-1) > UNUSED])
-    mean = (used.summary() or {}).get("mean")
-    return {**norms.summary(), "mean_of_used_rows": mean}
+        norms.add(table)
+        wide, chunks = widest_float(table.device), table.split(max(1, CHUNK // table.shape[-1]))
+        lengths = torch.cat([torch.linalg.vector_norm(rows.to(wide), dim=-1) for rows in chunks])
+    used = lengths[(lengths > UNUSED) & lengths.isfinite()]
+    return {**norms.summary(), "mean_of_used_rows": used.mean().item() if len(used) else None}

@@ -1,14 +1,16 @@
 """Prompts of a diagnosis: model inputs from a processor, and which of their tokens are whose."""
 
 import os
+from collections.abc import Collection
 
 import torch
 from PIL import Image
 from transformers import ProcessorMixin
 
-from llava_norm_align.common.prompts import prepare_inputs
+from llava_norm_align.common.prompts import prepare_inputs, render_prompt
 from llava_norm_align.diagnosis.tokens import SYSTEM, TEMPLATE, TEXT, Prompt
 
+FIRST, ANSWER, SECOND = "first-question", "first-answer", "second-question"
 CHARACTER_BYTES = 4  # at most, in UTF-8
 BLANK = (127, 127, 127)  # mid-grey, near the mean of most processors
 
@@ -20,11 +22,19 @@ def make_prompt(
     device: torch.device,
     dtype: torch.dtype,
     name: str = "",
+    accepted: Collection[str] | None = None,
 ) -> Prompt:
-    """The prompt of one turn by the processor's chat template, with an image or none."""
-    inputs = prepare_inputs(processor, [question], None if image is None else [image]).to(device, dtype)
+    """The prompt of one turn by the processor's chat template, with an image or none.
+
+    `accepted`: the names of the inputs that the model takes; others that the processor makes are dropped. None: all.
+    """
+    inputs = prepare_inputs(processor, [question], None if image is None else [image])
     parts = token_parts(processor, inputs["input_ids"][0], question)
-    kept = {key: value for key, value in inputs.items() if isinstance(value, torch.Tensor)}
+    kept = {
+        key: value.to(device, dtype if value.is_floating_point() else None)
+        for key, value in inputs.items()
+        if isinstance(value, torch.Tensor) and (accepted is None or key in accepted)
+    }
     return Prompt(kept, parts, name)
 
 
@@ -42,14 +52,15 @@ def token_parts(processor: ProcessorMixin, ids: torch.Tensor, question: str) -> 
     spans = character_spans(processor, ids.tolist())
     text = "".join(text for text, _ in spans)
     parts = torch.full_like(ids, TEMPLATE)
-    for wanted, part, find in ((system_prompt(processor), SYSTEM, str.find), (question, TEXT, str.rfind)):
-        wanted = without_spaces(wanted).casefold()
-        start = find(text, wanted) if wanted else -1
-        if start < 0:
-            continue
+    system, tail = (without_spaces(part).casefold() for part in around_question(processor))
+    asked = without_spaces(question).casefold()
+    place = text.rfind(asked + tail)  # with what follows it, in which a short question may stand again
+    if place < 0:
+        place = text.rfind(asked)
+    for start, wanted, part in ((text.find(system), system, SYSTEM), (place, asked, TEXT)):
         position = 0
         for piece, tokens in spans:
-            if position < start + len(wanted) and position + len(piece) > start:
+            if wanted and start >= 0 and position < start + len(wanted) and position + len(piece) > start:
                 parts[tokens] = part
             position += len(piece)
     return parts
@@ -61,7 +72,8 @@ def character_spans(processor: ProcessorMixin, ids: list[int]) -> list[tuple[str
     """
     spans, start = [], 0
     for end in range(1, len(ids) + 1):
-        piece = processor.tokenizer.decode(ids[start:end])
+        known = min(ids[start:end]) >= 0  # the original LLaVA's placeholder is -200
+        piece = processor.tokenizer.decode(ids[start:end]) if known else ""
         if "\ufffd" not in piece[-1:] or end - start == CHARACTER_BYTES or end == len(ids):
             spans.append((without_spaces(piece).casefold(), slice(start, end)))
             start = end
@@ -72,19 +84,20 @@ def without_spaces(text: str) -> str:
     return "".join(text.split())
 
 
-def system_prompt(processor: ProcessorMixin) -> str:
-    """What the chat template writes before the first user turn's own header; "" if that cannot be told.
-
-    The header is what both user turns of a conversation have before their text.
+def around_question(processor: ProcessorMixin) -> tuple[str, str]:
+    """The system prompt, which is what a prompt has before the first user turn's own header; and what follows the
+    question. Each is "" if it cannot be told. The header is what both user turns of a conversation have before their
+    text.
     """
-    turns = [("user", "first-question"), ("assistant", "first-answer"), ("user", "second-question")]
-    messages = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in turns]
+    tail = ""
     try:
-        text = processor.apply_chat_template(messages)
-        before, rest = text.split(turns[0][1])
-        between = rest.split(turns[1][1])[1].split(turns[2][1])[0]
+        tail = render_prompt(processor, FIRST, with_image=False).split(FIRST)[1]
+        turns = [("user", FIRST), ("assistant", ANSWER), ("user", SECOND)]
+        messages = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in turns]
+        before, rest = processor.apply_chat_template(messages).split(FIRST)
+        between = rest.split(ANSWER)[1].split(SECOND)[0]
     except Exception:  # no template, or one that refuses such a conversation; templates raise anything
-        return ""
+        return "", tail
     before = before.removeprefix(processor.tokenizer.bos_token or "")
     header = os.path.commonprefix([before[::-1], between[::-1]])
-    return before[: len(before) - len(header)]
+    return before[: len(before) - len(header)], tail

@@ -10,8 +10,8 @@ BINS_PER_OCTAVE = 512  # a bin is 0.14 % wide
 PLOT_BINS_PER_OCTAVE = 8
 NEAR_CONSTANT = 3e-3  # a standard deviation over channels under which LayerNorm's eps of 1e-5 takes over
 FLOAT16_MAX = 65504
-CHUNK = 2**20  # elements that are copied to float64 at a time
-WAITING = 2**12  # vectors of which three numbers each wait to be joined
+CHUNK = 2**19  # elements that are copied to float64 at a time
+WAITING = 32  # pieces of which three numbers a vector wait to be joined
 
 
 def widest_float(device: torch.device) -> torch.dtype:
@@ -90,23 +90,25 @@ class RunningNorms:
     def __init__(self) -> None:
         self._log_histogram = LogHistogram()
         self._count: torch.Tensor | None = None
-        self._waiting: list[torch.Tensor] = []  # [3, N] each: many small pieces are joined at once
-        self._waiting_count = 0
+        self._waiting: list[torch.Tensor] = []  # [3, N] each: small pieces are joined together
 
     def add(self, vectors: torch.Tensor) -> None:
         """Add vectors [..., D] of any float dtype; squares and sums are float64, float32 where there is none."""
         rows = vectors.detach().reshape(-1, vectors.shape[-1])
-        for chunk in rows.split(max(1, CHUNK // rows.shape[1])):
-            if len(chunk) == 0:
-                continue
-            chunk = chunk.to(widest_float(chunk.device))
-            norms = torch.linalg.vector_norm(chunk, dim=1)
-            largest = torch.linalg.vector_norm(chunk, ord=math.inf, dim=1)
-            spread = torch.linalg.vector_norm(chunk - chunk.mean(dim=1, keepdim=True), dim=1)
-            self._waiting.append(torch.stack([norms, largest, spread / chunk.shape[1] ** 0.5]))
-            self._waiting_count += len(chunk)
-            if self._waiting_count >= WAITING:
-                self._join()
+        if len(rows) == 0:
+            return
+        size, wide = max(1, CHUNK // rows.shape[1]), widest_float(rows.device)
+        # One tensor for all chunks, made before them: small ones between large ones would fragment the memory.
+        piece = torch.empty(3, len(rows), dtype=wide, device=rows.device)
+        for chunk, (norms, largest, spread) in zip(rows.split(size), piece.split(size, dim=1), strict=True):
+            chunk = chunk.to(wide, copy=True)  # it is centered in place
+            norms.copy_(torch.linalg.vector_norm(chunk, dim=1))
+            largest.copy_(torch.linalg.vector_norm(chunk, ord=math.inf, dim=1))
+            spread.copy_(torch.linalg.vector_norm(chunk.sub_(chunk.mean(dim=1, keepdim=True)), dim=1))
+        piece[2] /= rows.shape[1] ** 0.5
+        self._waiting.append(piece)
+        if len(self._waiting) >= WAITING:
+            self._join()
 
     def _join(self) -> None:
         """Take the waiting vectors into the sums."""
@@ -114,7 +116,7 @@ class RunningNorms:
             return
         device = self._waiting[0].device if self._count is None else self._count.device
         norms, largest, spread = torch.cat([piece.to(device) for piece in self._waiting], dim=1)
-        self._waiting, self._waiting_count = [], 0
+        self._waiting = []
         if self._count is None:
             zero = norms.new_zeros(())
             self._mean, self._squares, self._max, self._max_element = zero, zero, zero, zero

@@ -182,6 +182,19 @@ def forward_options(model: PreTrainedModel) -> dict[str, Any]:
     return {name: value for name, value in (("use_cache", False), ("logits_to_keep", 1)) if name in accepted}
 
 
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Where the model's inputs go. Of an offloaded model, whose device is "meta", accelerate moves them on."""
+    return torch.device("cpu") if model.device.type == "meta" else model.device
+
+
+def accepted_inputs(model: PreTrainedModel) -> set[str] | None:
+    """The names of the inputs that `model` takes; None if it takes any."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return {parameter.name for parameter in parameters}
+
+
 def _other_image(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The same prompt with noise on the image."""
     generator = torch.Generator().manual_seed(0)

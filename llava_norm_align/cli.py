@@ -125,7 +125,7 @@ def diagnose(
     limit: Annotated[int, typer.Option(min=1, help="Most images that are used.")] = 32,
     prompt: Annotated[str | None, typer.Option(help="The question about each image.")] = None,
     probe: Annotated[
-        bool, typer.Option("--probe", help="Scale the visual tokens after the fact: what becomes of the answers?")
+        bool, typer.Option("--probe", help="Scale the visual tokens after the fact: how far does the next token move?")
     ] = False,
     attention: Annotated[
         bool, typer.Option("--attention/--no-attention", help="Measure text-to-image attention.")

@@ -18,7 +18,8 @@ from llava_norm_align.conversion.files import copy_small_files
 from llava_norm_align.conversion.micro import cached_micro
 from llava_norm_align.data.easy_vqa import Row, load_questions
 from llava_norm_align.diagnosis.describe import verdict_sentence
-from llava_norm_align.diagnosis.diagnose import diagnose_model, write_diagnosis
+from llava_norm_align.diagnosis.diagnose import diagnose_model
+from llava_norm_align.diagnosis.files import write_diagnosis
 from llava_norm_align.evaluation.answer import answer
 from llava_norm_align.evaluation.exact_match import exact_match
 from llava_norm_align.trl_recipes.projector import train_projector

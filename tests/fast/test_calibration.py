@@ -55,8 +55,8 @@ def test_mean_norm_of_the_rows_that_are_not_zero(tmp_path, monkeypatch, dtype):
 def test_a_row_is_unused_by_its_norm_not_by_its_largest_entry(tmp_path):
     table = torch.zeros(3, WIDTH)
     table[0] = 1.0
-    table[1] = calibration.EPS * 0.9  # every entry is under eps, the norm sqrt(6) * 0.9 eps is not
-    table[2, 0] = calibration.EPS * 0.9
+    table[1] = calibration.UNUSED * 0.9  # every entry is under eps, the norm sqrt(6) * 0.9 eps is not
+    table[2, 0] = calibration.UNUSED * 0.9
     assert measure_table(store(tmp_path, table), 3, WIDTH)["rows_used"] == 2
 
 

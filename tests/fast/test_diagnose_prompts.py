@@ -5,7 +5,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from llava_norm_align.diagnosis.prompts import make_prompt, system_prompt, token_parts
+from llava_norm_align.diagnosis.prompts import around_question, make_prompt, token_parts
 from llava_norm_align.diagnosis.structure import Structure, find_structure
 from llava_norm_align.diagnosis.tokens import GROUPS, SYSTEM, TEMPLATE, TEXT, Prompt, group_tokens
 from tests.helpers import tiny
@@ -66,7 +66,7 @@ def marked(processor, text, question):
 )
 def test_the_system_prompt_is_what_stands_before_the_users_header(template, system):
     processor = bytes_processor(template)
-    found = system_prompt(processor)
+    found, _ = around_question(processor)
     assert "".join(found.split()) == "".join(system.split())
     if template not in (None, REFUSING):
         content = [{"type": "image"}, {"type": "text", "text": "Is it a chat? é"}]
@@ -84,6 +84,18 @@ def test_a_question_that_also_stands_in_the_system_prompt():
     ]
     assert (parts == TEXT).nonzero()[0].item() == len(ids) - tail
     assert (parts == SYSTEM).any()
+
+
+@pytest.mark.parametrize("question", ["assistant", "s", "<|im_end|>", "user"])
+def test_a_question_that_also_stands_in_what_follows(question):
+    processor = bytes_processor(CHATML)
+    content = [{"type": "image"}, {"type": "text", "text": question}]
+    text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+    ids = processor.tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids[0]
+    before = processor.tokenizer(text[: text.index("<image>") + 7], add_special_tokens=False).input_ids
+    tokens = len(processor.tokenizer(question, add_special_tokens=False).input_ids)
+    parts = token_parts(processor, ids, question)
+    assert (parts == TEXT).nonzero()[:, 0].tolist() == list(range(len(before), len(before) + tokens))
 
 
 def structure_with(**fields):

@@ -11,6 +11,28 @@ from tests.helpers import tiny
 from tests.helpers.vlms import IMAGE, by_hand, noise, text
 
 CODE = Path(__file__).parent / "remote_vlm"
+# what stands beside the remote model's code, as published models of its kind have it: one id for the whole image
+PROCESSOR = """
+from transformers import ProcessorMixin
+
+
+class RemoteProcessor(ProcessorMixin):
+    attributes = ["image_processor", "tokenizer"]
+    image_processor_class = "CLIPImageProcessor"
+    tokenizer_class = "AutoTokenizer"
+
+    def __init__(self, image_processor, tokenizer, chat_template=None, **kwargs):
+        super().__init__(image_processor, tokenizer, chat_template=chat_template)
+
+    def __call__(self, text, images=None, padding=True, return_tensors="pt"):
+        if images is None:
+            raise ValueError("Nothing to see.")
+        inputs = self.tokenizer(text, return_tensors=return_tensors)
+        place = inputs["input_ids"] == self.tokenizer.convert_tokens_to_ids("<image>")
+        inputs["input_ids"] = inputs["input_ids"].masked_fill(place, -200)
+        inputs["pixel_values"] = self.image_processor(images, return_tensors=return_tensors)["pixel_values"]
+        return inputs
+"""
 
 
 def write_remote_vlm(folder, expands=False):
@@ -32,3 +54,17 @@ def write_remote_vlm(folder, expands=False):
     tiny.randomize(model).save_pretrained(folder)
     inputs = by_hand([1, 14], 1 if expands else 4, [], pixel_values=noise(1, 3, 28, 28))
     return {**inputs, "input_ids": inputs["input_ids"].masked_fill(inputs["input_ids"] == IMAGE, image)}
+
+
+def write_remote(folder, change=lambda code: code, processor=PROCESSOR):
+    """The remote model in which one id stands for the whole image, with a processor of its own."""
+    write_remote_vlm(folder, expands=True)
+    code = folder / "modeling_remote_vlm.py"
+    code.write_text(change(code.read_text()))
+    tiny.processor().save_pretrained(folder)
+    (folder / "processing_remote_vlm.py").write_text(processor)
+    name = {"AutoProcessor": "processing_remote_vlm.RemoteProcessor"}
+    content = {"processor_class": "RemoteProcessor", "auto_map": name}
+    config = folder / "processor_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | content))
+    return folder
