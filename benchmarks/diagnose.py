@@ -39,6 +39,8 @@ PROMPTS = {"micro": 6, "wide": 2}  # forward passes in one timing
 TEXT_TOKENS = 64
 FEW, MANY = 8, 512  # images
 MOST_GROWTH = 20  # MB
+# glibc gives back what is freed: what its arenas keep for later differs by 40 MB from one process to the next
+ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
 PROCESSES = 5
 VALUES, SEEDS, QUANTILES = 1_000_000, 10, (0.01, 0.5, 0.99)
 MOST_RANK_ERROR = 0.5  # percent
@@ -132,7 +134,7 @@ def memory_rows() -> list[dict[str, float]]:
     rows = []
     for _ in range(PROCESSES):
         command = [sys.executable, __file__, "--memory"]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        done = subprocess.run(command, env={**os.environ, **ALLOCATOR}, stdout=subprocess.PIPE, text=True, check=True)
         few, many = map(float, done.stdout.split()[-2:])
         rows.append({"resident_mb_8_images": few, "resident_mb_512_images": many})
         print(rows[-1], file=sys.stderr, flush=True)
