@@ -22,7 +22,10 @@ from tests.helpers import refusals, safety, tiny, vlms
 from tests.helpers.faults import change_config
 from tests.helpers.remote import write_remote, write_remote_vlm
 
-NEEDS = "from transformers import ProcessorMixin\n\n\nclass RemoteProcessor(ProcessorMixin):\n    attributes = []\n    pass\n\n\n"
+NEEDS = (
+    "from transformers import ProcessorMixin\n\n\nclass RemoteProcessor(ProcessorMixin):\n"
+    "    attributes = []\n    pass\n\n\n"
+)
 
 
 @pytest.fixture(scope="module")
