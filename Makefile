@@ -7,6 +7,8 @@ JOBS ?= 2
 PY := .venv/bin/python
 PY4 := .venv-tf4/bin/python
 NEWEST := .venv-newest/bin/python
+EXTRAS := dev,micro,plots,samples
+EXTRAS_5 := $(EXTRAS),train
 INSTALL := -m pip install --disable-pip-version-check
 
 # One thread a process: tiny models gain nothing from more, and the workers would fight for the cores.
@@ -36,7 +38,7 @@ test-slow: .venv/.ready .venv-tf4/.ready
 
 test-newest: .venv-tf4/.ready
 	rm -rf .venv-newest
-	$(call environment,.venv-newest,$(TORCH))
+	$(call environment,.venv-newest,$(TORCH),,$(EXTRAS_5))
 	@$(NEWEST) -m pip freeze --exclude-editable
 	$(FAST) $(NEWEST) $(PYTEST_FAST)
 	$(NEWEST) -m pytest tests/matrix
@@ -57,14 +59,14 @@ clean:
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
 .venv/.ready: constraints/transformers-5.txt setup.cfg pyproject.toml
-	$(call environment,.venv,$(TORCH),-c $<)
+	$(call environment,.venv,$(TORCH),-c $<,$(EXTRAS_5))
 	@touch $@
 
 .venv-tf4/.ready: constraints/transformers-4.txt setup.cfg pyproject.toml
-	$(call environment,.venv-tf4,$(TORCH),-c $<)
+	$(call environment,.venv-tf4,$(TORCH),-c $<,$(EXTRAS))
 	@touch $@
 
-# $(call environment,FOLDER,TORCH,PIP OPTIONS): a virtual environment with the package, editable. A torch that is
+# $(call environment,FOLDER,TORCH,PIP OPTIONS,EXTRAS): a virtual environment with the package, editable. A torch that is
 # already in it stays.
 define environment
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
@@ -73,5 +75,5 @@ define environment
 @$(1)/bin/python -c 'import torch' 2>/dev/null || { \
 	echo 'Installing $(2) into $(1)'; $(1)/bin/python $(INSTALL) $(2); }
 @echo 'Installing llava-norm-align and its dependencies into $(1)'
-@$(1)/bin/python $(INSTALL) --quiet -e '.[dev,micro,plots,samples]' $(3)
+@$(1)/bin/python $(INSTALL) --quiet -e '.[$(4)]' $(3)
 endef

@@ -324,6 +324,43 @@ def doctor(
         raise typer.Exit(1)
 
 
+@app.command("check-data")
+def check_data(
+    data: Annotated[Path, typer.Argument(metavar="DATA.json", readable=False, help="Rows in LLaVA's JSON.")],
+    images: Annotated[Path, typer.Option(readable=False, help="The folder that image paths start from.")],
+    model: Annotated[str | None, typer.Option(help="A LLaVA (folder, Hub id) by which tokens are counted.")] = None,
+    max_length: Annotated[int | None, typer.Option(min=1, help="Most tokens of a row; needs --model.")] = None,
+    template: Annotated[
+        str | None, typer.Option("--chat-template-path", help="vicuna_v1, smollm2 or a Jinja file.")
+    ] = None,
+    stage: Annotated[int, typer.Option(min=1, max=2, help="1: one image and one answer a row; 2.")] = 2,
+    decode: Annotated[bool, typer.Option("--decode", help="Read all pixels, not the headers alone.")] = False,
+    follow_links: Annotated[bool, typer.Option("--follow-links", help="Links may lead out of the folder.")] = False,
+    jobs: Annotated[int, typer.Option(min=1, help="Threads that read images.")] = 2,
+    clean: Annotated[Path | None, typer.Option(metavar="OUT.json", help="New file for the good rows.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON and nothing else.")] = False,
+) -> None:
+    """Check training data in LLaVA's JSON: structure, images, token lengths; exit code 1 if a row is bad."""
+    from llava_norm_align.data.check import check_data as run
+    from llava_norm_align.data.check_report import describe
+
+    report = run(
+        data,
+        images,
+        model,
+        max_length=max_length,
+        template=template,
+        decode=decode,
+        jobs=jobs,
+        stage=stage,
+        follow_links=follow_links,
+        clean=clean,
+    )
+    typer.echo(json.dumps(report, indent=2, allow_nan=False) if as_json else describe(report))
+    if report["totals"]["bad"] and clean is None:
+        raise typer.Exit(1)
+
+
 @app.command()
 def demo(
     target: Annotated[Path, typer.Option("--out", metavar="DST", help="The folder to write.")] = Path("demo"),

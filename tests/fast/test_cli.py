@@ -173,7 +173,9 @@ def test_debug_shows_the_traceback(run, stock, tmp_path, monkeypatch):
 def test_the_verbs():
     assert {command.name or command.callback.__name__ for command in cli.app.registered_commands} == {
         "assemble",
+        "diagnose",
         "convert",
+        "check-data",
         "ask",
         "demo",
         "doctor",

@@ -1,0 +1,218 @@
+"""Checkpoints of a training: whole or not there, loadable alone, and resumed with exactly their weights.
+
+transformers' Trainer loads a checkpoint with load_state_dict(strict=False). For a LLaVA the names in the file differ
+from those in memory, so no weight is loaded, with only a warning. Here weights are read by from_pretrained.
+"""
+
+import errno
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import PreTrainedModel
+
+from llava_norm_align.common.errors import InputError
+from llava_norm_align.common.folders import FULL
+from llava_norm_align.common.loading import first_line
+from llava_norm_align.common.results import FOLDER, provenance, write_json
+from llava_norm_align.common.weights import read_json, read_weights
+from llava_norm_align.conversion.processor_fields import complete_processor_files, make_tokenizer_portable
+from llava_norm_align.modeling.modeling_llava_norm_align import check_loading_info
+
+logger = logging.getLogger(__name__)
+
+STATE_FILE = "trainer_state.json"  # written last
+START_FILE = f"{FOLDER}/start.json"
+ADAPTER_FILE = "adapter_model.safetensors"
+SAMPLE = 64  # values of each tensor that tell a model
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+def last_checkpoint(output_dir: Path) -> Path:
+    """The newest whole checkpoint; what a cut save left is ignored with a sentence. InputError if there is none."""
+    for path in sorted(output_dir.glob("tmp-checkpoint-*")):
+        logger.warning("%s is ignored: the run ended while it was saved.", path)
+    found = [
+        (int(match[1]), path)
+        for path in output_dir.glob("checkpoint-*")
+        if path.is_dir() and (match := re.fullmatch(r"checkpoint-(\d+)", path.name))
+    ]
+    for _, path in sorted(found, reverse=True):
+        try:
+            check_whole(path)
+        except InputError as error:
+            logger.warning("%s is ignored: %s", path, error)
+        else:
+            return path
+    raise InputError(f"There is no whole checkpoint in {output_dir} to resume from. Train without --resume.")
+
+
+def check_whole(folder: Path) -> None:
+    """InputError unless `folder` holds what a resumed run needs; of the weights only the headers are read."""
+    missing = [name for name in (STATE_FILE, "optimizer.pt", "scheduler.pt") if not (folder / name).is_file()]
+    if missing and not _is_sharded(folder):
+        raise InputError(
+            f"{missing[0]} is missing in {folder}, so the training cannot be resumed from it. It was cut, or saved "
+            "with save_only_model: resume from another checkpoint, or start anew from its weights."
+        )
+    read_json(folder / STATE_FILE, "the state of a training")
+    if not (folder / ADAPTER_FILE).is_file() and not _is_sharded(folder):
+        read_weights(folder)
+
+
+def _is_sharded(folder: Path) -> bool:
+    """Whether FSDP or DeepSpeed wrote the optimizer in its own format, which each reads itself."""
+    return any(folder.glob("global_step*")) or any(folder.glob("optimizer_*")) or (folder / "optimizer.bin").is_file()
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Hex sha256 that tells the model a training started from: names, shapes and the first values of its tensors."""
+    digest = hashlib.sha256()
+    fields = {name: value for name, value in model.config.to_dict().items() if name.startswith("norm_align_")}
+    digest.update(json.dumps(fields, sort_keys=True).encode())
+    for name, parameter in sorted(model.named_parameters(), key=lambda item: item[0]):
+        if ".lora_" in name or parameter.is_meta:  # LoRA starts at random
+            continue
+        values = parameter.detach().flatten()[:SAMPLE].float().cpu()
+        digest.update(f"{name} {tuple(parameter.shape)}".encode() + values.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def check_same_start(folder: Path, model: nn.Module, start: str) -> None:
+    """InputError if the checkpoint in `folder` was written by a training that started from another model."""
+    if (folder / START_FILE).is_file():
+        written = read_json(folder / START_FILE, "what a checkpoint's training started from")
+        if written.get("weights") != start:
+            raise InputError(
+                f"{folder} was written by a training of another model ({written.get('model')}); this one trains "
+                f"{model.config._name_or_path or 'a model without a name'}. Resume with the model that it started "
+                "from, or train into another output_dir."
+            )
+    elif (folder / "config.json").is_file():
+        found = read_json(folder / "config.json", "the configuration of a model").get("model_type")
+        if found != model.config.model_type:
+            raise InputError(
+                f"{folder} holds a {found}, but a {model.config.model_type} is trained. Resume with the model that "
+                "the checkpoint started from, or train into another output_dir."
+            )
+
+
+@torch.no_grad()
+def load_weights(model: PreTrainedModel, folder: Path) -> None:
+    """Give `model` exactly the weights in `folder`: InputError for a missing, unexpected or rounded tensor.
+
+    They are read in the dtype they are stored in (float32 if that differs between parts), on the CPU: that takes the
+    memory of a second model.
+    """
+    stored = {tensor.dtype for name, tensor in read_weights(folder).tensors.items() if ".align_norm." not in name}
+    dtype = DTYPES.get(next(iter(stored)), torch.float32) if len(stored) == 1 else torch.float32
+    try:
+        loaded, info = type(model).from_pretrained(folder, dtype=dtype, output_loading_info=True)
+        check_loading_info(loaded, info, folder)
+    except (RuntimeError, ValueError, OSError) as error:
+        raise InputError(f"{folder} cannot be resumed from: {first_line(error)}") from error
+    tensors, here = loaded.state_dict(), model.state_dict()
+    if set(tensors) != set(here):
+        differing = min(set(tensors) ^ set(here))
+        raise InputError(f"{folder} is of another model: only one of the two has {differing}. Resume with its own.")
+    for name, tensor in tensors.items():
+        here[name].copy_(tensor)
+        _check_exact(here[name], tensor, name, folder)
+
+
+@torch.no_grad()
+def load_adapter_weights(model: nn.Module, folder: Path) -> None:
+    """Give the PEFT `model` exactly the adapter in `folder`: InputError for a missing or unexpected tensor."""
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+    if not (folder / ADAPTER_FILE).is_file():
+        raise InputError(f"{folder} has no {ADAPTER_FILE}, but an adapter is trained. Resume without LoRA.")
+    tensors = load_file(folder / ADAPTER_FILE)
+    differing = set(tensors) ^ set(get_peft_model_state_dict(model))
+    if differing:
+        raise InputError(
+            f"The adapter in {folder} is not this one: {len(differing)} tensors are in one of the two only, such as "
+            f"{min(differing)}. Resume with the LoRA settings that it was trained with."
+        )
+    set_peft_model_state_dict(model, dict(tensors))
+    here = get_peft_model_state_dict(model)
+    for name, tensor in tensors.items():
+        _check_exact(here[name], tensor, name, folder)
+
+
+def _check_exact(here: torch.Tensor, stored: torch.Tensor, name: str, folder: Path) -> None:
+    wide = torch.promote_types(here.dtype, stored.dtype)
+    if not torch.equal(here.cpu().to(wide), stored.to(wide)):
+        raise InputError(
+            f"{name} in {folder} is {stored.dtype}, which {here.dtype} does not hold exactly. Resume with the dtype "
+            "that the training started with."
+        )
+
+
+def write_start(folder: Path, model: nn.Module, start: str) -> None:
+    """Write which model the training started from."""
+    write_json(folder / START_FILE, {**provenance(), "model": model.config._name_or_path, "weights": start})
+
+
+def complete_folder(folder: Path, config: Any) -> None:
+    """Let a processor that transformers 5 saved load in 4.57, and count image tokens as the model does."""
+    make_tokenizer_portable(folder)
+    complete_processor_files(folder, config)
+
+
+@contextmanager
+def disk_errors(folder: Path) -> Iterator[None]:
+    """Remove `folder` if writing it fails, and turn a full disk into an InputError."""
+    try:
+        yield
+    except Exception as error:
+        full = [os.strerror(code) for code in FULL]
+        no_room = getattr(error, "errno", None) in FULL or any(text in str(error) for text in full)
+        no_room |= shutil.disk_usage(folder.parent).free < 2**20  # torch.save does not say why it failed
+        shutil.rmtree(folder, ignore_errors=True)
+        if not no_room:
+            raise
+        raise InputError(
+            f"There is no room to save a checkpoint in {folder.parent} ({os.strerror(errno.ENOSPC)}). The checkpoints "
+            "before it are whole: make room, or set save_total_limit, and resume."
+        ) from error
+
+
+def publish(writing: Path, target: Path) -> None:
+    """Rename a whole checkpoint to its name; an older one of the same step goes."""
+    old = target.with_name(f"tmp-{target.name}-old")
+    if target.exists():
+        os.rename(target, old)
+    os.rename(writing, target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+class Termination:
+    """Remembers a SIGTERM until the next step ends, when all processes agree to save and to end."""
+
+    def __init__(self):
+        self.requested = self.agreed = False
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Take SIGTERM in the block, if this is the main thread; the old handler comes back after it."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.signal(signal.SIGTERM, lambda *_: setattr(self, "requested", True))
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)

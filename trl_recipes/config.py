@@ -1,0 +1,86 @@
+"""The fields of a LLaVA training: TRL's, with LLaVA's defaults, and what belongs to the projector's norm."""
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from trl import SFTConfig
+
+from llava_norm_align.common.errors import InputError
+from llava_norm_align.trl_recipes.groups import PARTS
+
+
+@dataclass
+class LlavaSFTConfig(SFTConfig):
+    """SFTConfig for LlavaTrainer. What is refused here is refused before a model is loaded: InputError.
+
+    TRL's fields whose defaults differ: `max_grad_norm` 0 (LLaVA does not clip), `max_length` None (TRL's 1024 cuts
+    images and answers), checkpointing on and not reentrant.
+    """
+
+    max_grad_norm: float = field(default=0.0, metadata={"help": "Clip gradients to this L2 norm. 0: do not clip."})
+    max_length: int | None = field(default=None, metadata={"help": "Cut rows to so many tokens. None: never."})
+    activation_checkpointing: bool | None = field(
+        default=True, metadata={"help": "Recompute activations in the backward pass: less memory, slower."}
+    )
+    activation_checkpointing_kwargs: dict[str, Any] | str | None = field(
+        default_factory=lambda: {"use_reentrant": False},
+        metadata={"help": "Reentrant checkpointing warns on every layer of a frozen tower."},
+    )
+    trained_parts: list[str] = field(
+        default_factory=lambda: ["projector", "norm", "llm"],
+        metadata={"help": f"The parts that are trained, of: {', '.join(PARTS)}. All others are frozen."},
+    )
+    projector_learning_rate: float | None = field(
+        default=None, metadata={"help": "Of the projector without its norm. None: learning_rate."}
+    )
+    norm_learning_rate: float | None = field(
+        default=None, metadata={"help": "Of the norm after the projector. None: learning_rate."}
+    )
+    vision_learning_rate: float | None = field(
+        default=None, metadata={"help": "Of the vision tower, if it is trained. None: learning_rate."}
+    )
+    clip_by_group: bool = field(
+        default=False, metadata={"help": "Clip each part to max_grad_norm on its own, instead of all together."}
+    )
+    norm_ratio_band: list[float] = field(
+        default_factory=lambda: [0.2, 5.0],
+        metadata={"help": "Visual norm / text norm of a norm-aligned model outside of this band is reported."},
+    )
+
+    def __post_init__(self):
+        if self.fp16:
+            raise InputError(
+                "fp16 is true, but the projector's gradients overflow in float16 within a few steps. "
+                "Set bf16: true and leave out fp16."
+            )
+        unknown = [part for part in self.trained_parts if part not in PARTS]
+        if unknown or not self.trained_parts:
+            found = repr(unknown[0]) if unknown else "nothing"
+            raise InputError(f"trained_parts names {found}; one or more of {', '.join(PARTS)} were expected.")
+        if self.clip_by_group and not self.max_grad_norm > 0:
+            raise InputError(
+                f"clip_by_group is true, but max_grad_norm is {self.max_grad_norm}, which clips nothing. Set "
+                "max_grad_norm to the largest gradient norm that a part may have, such as 1.0."
+            )
+        if self.clip_by_group and (self.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"):
+            raise InputError(
+                "clip_by_group is true, but DeepSpeed clips all gradients together in its engine. Leave out "
+                "clip_by_group, or train with DDP or FSDP2."
+            )
+        if self.clip_by_group and os.environ.get("FSDP_VERSION", "2") == "1":
+            raise InputError("clip_by_group is true, but FSDP 1 mixes the parts' gradients. Use fsdp_version: 2.")
+        if len(self.norm_ratio_band) != 2 or not 0 < self.norm_ratio_band[0] < self.norm_ratio_band[1]:
+            raise InputError(
+                f"norm_ratio_band is {self.norm_ratio_band}; two positive numbers, low and high, were expected."
+            )
+        super().__post_init__()
+
+    def part_learning_rates(self) -> dict[str, float]:
+        """The peak learning rate of each part."""
+        own = {
+            "projector": self.projector_learning_rate,
+            "norm": self.norm_learning_rate,
+            "vision": self.vision_learning_rate,
+        }
+        return {part: self.learning_rate if own.get(part) is None else own[part] for part in PARTS}
