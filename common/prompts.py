@@ -26,6 +26,9 @@ def prepare_inputs(
 ) -> BatchFeature:
     """Left-padded input ids, attention mask and pixel values of one question per row, with one image each or none."""
     texts = [render_prompt(processor, question, images is not None) for question in questions]
+    tokenizer = processor.tokenizer
+    if tokenizer.bos_token and tokenizer.bos_token_id in tokenizer("").input_ids:  # as Llama 3's, whose template
+        texts = [text.removeprefix(tokenizer.bos_token) for text in texts]  # writes one, too
     processor.tokenizer.padding_side = "left"
     if processor.tokenizer.pad_token is None:  # Pixtral's has none; what pads is masked
         processor.tokenizer.pad_token = processor.tokenizer.eos_token

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from llava_norm_align.common.prompts import prepare_inputs
 from llava_norm_align.diagnosis.prompts import around_question, make_prompt, token_parts
 from llava_norm_align.diagnosis.structure import Structure, find_structure
 from llava_norm_align.diagnosis.tokens import GROUPS, SYSTEM, TEMPLATE, TEXT, Prompt, group_tokens
@@ -96,6 +97,20 @@ def test_a_question_that_also_stands_in_what_follows(question):
     tokens = len(processor.tokenizer(question, add_special_tokens=False).input_ids)
     parts = token_parts(processor, ids, question)
     assert (parts == TEXT).nonzero()[:, 0].tolist() == list(range(len(before), len(before) + tokens))
+
+
+@pytest.mark.parametrize(
+    ("template_writes", "tokenizer_adds", "expected"), [(1, 1, 1), (1, 0, 1), (0, 1, 1), (0, 0, 0)]
+)
+def test_one_beginning_of_sequence(template_writes, tokenizer_adds, expected):
+    processor = tiny.processor()
+    if template_writes:
+        processor.chat_template = "<s>" + processor.chat_template
+    if tokenizer_adds:
+        begin = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+        processor.tokenizer.backend_tokenizer.post_processor = begin
+    ids = prepare_inputs(processor, ["what is a cat"], [tiny.photo()])["input_ids"][0].tolist()
+    assert ids.count(1) == expected and (ids[0] == 1) == bool(expected)
 
 
 def structure_with(**fields):
