@@ -130,6 +130,20 @@ def test_links_inside_the_folder_and_links_that_are_allowed(tmp_path):
     assert [row["index"] for row in check_data(path, tmp_path / "linked")["rows"]] == [1]
 
 
+def test_dots_in_paths(tmp_path):
+    for name in ("..a.jpg", "b.jpg"):
+        photo(tmp_path / "images" / name)
+    (tmp_path / "images" / "c").mkdir()
+    names = ("..a.jpg", "./c/../b.jpg", "c/../../gone.jpg", "..", ".")
+    rows = [{"id": name, "image": name, "conversations": turns("<image>", "x")} for name in names]
+    report = check_data(write(tmp_path, rows), tmp_path / "images")
+    assert [(row["index"], row["kind"]) for row in report["rows"]] == [
+        (2, "outside_folder"),
+        (3, "outside_folder"),
+        (4, "missing_image"),
+    ]
+
+
 def test_images_above_the_limits_are_broken(tmp_path):
     photo(tmp_path / "images" / "a.png", (28, 2801))
     photo(tmp_path / "images" / "b.png", (28, 2800))
