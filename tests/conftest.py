@@ -1,14 +1,19 @@
 """Settings of every test: no network, one thread, and what transformers logs as deprecated is an error."""
 
+import atexit
 import logging
 import os
+import shutil
+import tempfile
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="modules-")  # remote code is copied there, by each worker
 
 import torch
 
+atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=True)
 torch.set_num_threads(1)  # tiny models; several tests run side by side
 
 

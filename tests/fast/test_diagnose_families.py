@@ -2,7 +2,6 @@
 
 import functools
 import math
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -178,17 +177,8 @@ def test_cross_attention_is_refused():
         find_structure(model, inputs)
 
 
-@pytest.fixture(scope="module")
-def modules_cache(tmp_path_factory):
-    """Where transformers puts remote code, instead of the user's cache."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
-        patch.setattr(sys, "path", sys.path.copy())
-        yield
-
-
 @pytest.mark.parametrize("expands", [False, True])
-def test_remote_code_with_names_that_nobody_knows(expands, modules_cache, tmp_path):
+def test_remote_code_with_names_that_nobody_knows(expands, tmp_path):
     inputs = write_remote_vlm(tmp_path / f"remote_{expands}", expands)
     model = AutoModelForImageTextToText.from_pretrained(tmp_path / f"remote_{expands}", trust_remote_code=True).eval()
     found = look(model, inputs)
