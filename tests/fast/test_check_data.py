@@ -122,12 +122,16 @@ def test_links_inside_the_folder_and_links_that_are_allowed(tmp_path):
     (images / "b.jpg").symlink_to("a.jpg")
     photo(tmp_path / "disk" / "c.jpg")
     (images / "coco").symlink_to(tmp_path / "disk")
-    rows = [{"id": name, "image": name, "conversations": turns("<image>", "x")} for name in ("b.jpg", "coco/c.jpg")]
+    photo(tmp_path / "images-2" / "d.jpg")
+    (images / "d.jpg").symlink_to("../images-2/d.jpg")
+    names = ("b.jpg", "coco/c.jpg", "d.jpg")
+    rows = [{"id": name, "image": name, "conversations": turns("<image>", "x")} for name in names]
     path = write(tmp_path, rows)
-    assert [row["kind"] for row in check_data(path, images)["rows"]] == ["outside_folder"]
+    found = check_data(path, images)["rows"]
+    assert [(row["index"], row["kind"]) for row in found] == [(1, "outside_folder"), (2, "outside_folder")]
     assert check_data(path, images, follow_links=True)["rows"] == []
     (tmp_path / "linked").symlink_to(images)  # the folder itself may be a link
-    assert [row["index"] for row in check_data(path, tmp_path / "linked")["rows"]] == [1]
+    assert [row["index"] for row in check_data(path, tmp_path / "linked")["rows"]] == [1, 2]
 
 
 def test_dots_in_paths(tmp_path):

@@ -66,6 +66,11 @@ TEMPLATES = {
     "half stripped": HEAD + PARTS + TEXTS + "{{ part['text'].rstrip() }}" + END,
     "shortened": HEAD + PARTS + TEXTS + "{{ part['text'].split('</think>')[-1] }}" + END,
     "silent": HEAD + PARTS + TEXTS + "{% if message['role'] == 'user' %}{{ part['text'] }}{% endif %}" + END,
+    "stripped and silent": HEAD
+    + PARTS
+    + TEXTS
+    + "{% if message['role'] == 'user' %}{{ part['text'] | trim }}{% endif %}"
+    + END,
     "twice": HEAD + PARTS + TEXTS + "{{ part['text'] }}{{ part['text'] }}" + END,
     "if any": HEAD + PARTS + TEXTS + "{% if part['text'] %}[{{ part['text'] }}]{% endif %}" + END,
     "last turn": HEAD + PARTS + TEXTS + "{{ part['text'] }}{% if loop.last %}!{% endif %}" + END + "the end",
@@ -73,8 +78,9 @@ TEMPLATES = {
 }
 ROWS = [
     Row("a", (Turn("user", " What is it? ", True), Turn("assistant", "A cat.\n")), "a.jpg"),
-    Row("b", (Turn("user", ""), Turn("assistant", "<think>long</think> short"), Turn("user", "é <p>", True),
+    Row("b", (Turn("user", "Hm"), Turn("assistant", "<think>long</think> short"), Turn("user", "é", True),
               Turn("assistant", "ok")), "a.jpg"),
+    Row("d", (Turn("user", "", True), Turn("assistant", "ok")), "a.jpg"),
     Row("c", (Turn("user", "Who?"), Turn("assistant", "Me")), None),
 ]  # fmt: skip
 
@@ -99,7 +105,11 @@ def test_lengths_are_those_of_the_processor(model, name, bos):
         inputs = processor.apply_chat_template(messages, tokenize=True, return_dict=True)
         ids = inputs["input_ids"]
         expected.append(len(ids[0] if isinstance(ids[0], list) else ids))
-    assert TokenCounter(processor).count(ROWS, [(60, 40), (60, 40), None]) == expected
+    counter = TokenCounter(processor)
+    sizes = [None if row.image is None else (60, 40) for row in ROWS]
+    assert counter.count(ROWS, sizes) == expected
+    processor.tokenizer(["a", "bc"], padding="max_length", max_length=9, truncation=True)  # leaves its traces
+    assert counter.count(ROWS, sizes) == expected
 
 
 def test_image_tokens_that_hang_on_the_size(tmp_path):
