@@ -145,3 +145,10 @@ def _exchange(new: Path, old: Path) -> None:
     os.rename(old, aside)
     os.rename(new, old)
     os.rename(aside, new)
+
+
+def cache_folder() -> Path:
+    """LLAVA_NORM_ALIGN_CACHE, or llava-norm-align in XDG_CACHE_HOME (default ~/.cache)."""
+    if os.environ.get("LLAVA_NORM_ALIGN_CACHE"):
+        return Path(os.environ["LLAVA_NORM_ALIGN_CACHE"]).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "llava-norm-align"

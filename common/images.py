@@ -1,6 +1,7 @@
 """Images from disk, with limits."""
 
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +51,27 @@ def open_image(path: Path | str) -> Image.Image:
         raise InputError(f"You may not read {path}. Give yourself the permission, or name another image.") from None
     except (OSError, SyntaxError, ValueError, RuntimeError) as error:  # AVIF's decoder raises the last
         raise InputError(f"{path} is a broken image ({error}). Save it again or name another one.") from None
+
+
+def image_files(paths: Iterable[Path]) -> list[Path]:
+    """`paths` with every folder replaced by the files in it that have the suffix of an image, in order of their names.
+
+    InputError for a folder without one.
+    """
+    formats, files = Image.registered_extensions(), []
+    suffixes = {suffix for suffix, name in formats.items() if name in Image.OPEN}  # of a PDF Pillow is a writer only
+    for path in paths:
+        found = [path]
+        if path.is_dir():
+            named = (file for file in path.iterdir() if file.suffix.lower() in suffixes)
+            found = sorted(file for file in named if not file.name.startswith(".") and file.is_file())
+        if not found:
+            raise InputError(
+                f"The folder {path} of --images is empty or has no image file. Name a folder with PNG or JPEG "
+                "files, or leave it out."
+            )
+        files += found
+    return files
 
 
 def _eight_bit(image: Image.Image) -> Image.Image:

@@ -38,10 +38,15 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def write_text(path: Path, content: str) -> None:
+    """Write `content` in UTF-8; see write_bytes."""
+    write_bytes(path, content.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
     """Write `content` beside `path`, then rename; the parent folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.writing")
-    partial.write_text(content, encoding="utf-8")
+    partial.write_bytes(content)
     os.replace(partial, path)
 
 

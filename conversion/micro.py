@@ -8,7 +8,6 @@ the tower's native size is 518, and it interpolates its position embeddings.
 import fcntl
 import hashlib
 import importlib
-import os
 import shutil
 import subprocess
 import sys
@@ -25,7 +24,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import llava_norm_align
 from llava_norm_align.common.errors import InputError, missing_extra
-from llava_norm_align.common.folders import check_target
+from llava_norm_align.common.folders import cache_folder, check_target
 from llava_norm_align.common.results import sha256_file, write_json
 from llava_norm_align.conversion import dinov2_onnx
 from llava_norm_align.conversion.assemble import assemble
@@ -114,13 +113,6 @@ def cached_micro(wheels: Path | None = None) -> Path:
         if not (folder / "config.json").is_file():
             assemble_micro(folder, wheels=wheels, overwrite=True)
     return folder
-
-
-def cache_folder() -> Path:
-    """LLAVA_NORM_ALIGN_CACHE, or llava-norm-align in XDG_CACHE_HOME (default ~/.cache)."""
-    if os.environ.get("LLAVA_NORM_ALIGN_CACHE"):
-        return Path(os.environ["LLAVA_NORM_ALIGN_CACHE"]).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "llava-norm-align"
 
 
 def find_wheel(wheel: Wheel, wheels: Path | None = None) -> Path:

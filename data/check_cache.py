@@ -2,11 +2,11 @@
 
 import hashlib
 import json
-import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from llava_norm_align.common.folders import cache_folder
 from llava_norm_align.common.results import write_json
 from llava_norm_align.data.check_images import ImageFolder
 from llava_norm_align.data.check_lengths import TokenCounter
@@ -44,7 +44,4 @@ def find_verdict(key: str) -> dict[str, Any] | None:
 
 
 def _file(key: str) -> Path:
-    cache = os.environ.get("LLAVA_NORM_ALIGN_CACHE")
-    if not cache:
-        cache = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "llava-norm-align")
-    return Path(cache).expanduser() / "checks" / f"{key[:32]}.json"
+    return cache_folder() / "checks" / f"{key[:32]}.json"

@@ -66,7 +66,7 @@ def render(
     texts, spans = render_jinja_template(
         conversations=[messages],
         chat_template=template,
-        return_assistant_tokens_mask="generation" in template,
+        return_assistant_tokens_mask="endgeneration" in template,
         add_generation_prompt=add_generation_prompt,
         **processor.tokenizer.special_tokens_map,
     )

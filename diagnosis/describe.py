@@ -197,7 +197,7 @@ def layer_lines(result: dict[str, Any]) -> list[str]:
 
 
 def verdict_lines(result: dict[str, Any]) -> list[str]:
-    """How the paper's assumptions fare, and the rotation in the first layers."""
+    """How the paper's assumptions fare, and at how many layers visual tokens turn less."""
     lines = [sentence for assumption in ASSUMPTIONS if (sentence := verdict_sentence(result, assumption))]
     if lines:
         lines.append(
@@ -208,7 +208,7 @@ def verdict_lines(result: dict[str, Any]) -> list[str]:
 
 
 def verdict_sentence(result: dict[str, Any], assumption: str) -> str:
-    """Such as "A1 (equal update norms): holds at 3, fails at 25, undecided at 2 of 30 layers"."""
+    """Such as "A1 (equal mean update norms): holds at 3, fails at 25, undecided at 2 of 30 layers"."""
     counts = find(result, "verdicts", assumption)
     if not isinstance(counts, dict):
         return ""

@@ -66,8 +66,8 @@ def diagnose_model(
     """Measure a loaded model on `images`: the content of diagnosis.json (docs/diagnose.md).
 
     `name`: what the result calls the model, and by which the paper's row is found. `on_first` gets the result as soon
-    as the norms are there. InputError for a model without visual tokens in its
-    residual stream, and for images or a processor that cannot be read.
+    as the norms are there. InputError for a model without visual tokens in its residual stream, and for images or a
+    processor that cannot be read.
     """
 
     def prompts(count: int | None = None, change: Callable[[Image.Image], Image.Image] = lambda image: image):
@@ -113,13 +113,21 @@ def diagnose_model(
     except Exception as error:  # a processor or a model that needs an image; each has its own way to fail
         missing.append(f"The text-only control is missing: {first_line(error)}")
     if with_attention:
-        result["attention"], why = attention(model, structure, _bar(prompts(few), "attention", few))
+        try:
+            result["attention"], why = attention(model, structure, _bar(prompts(few), "attention", few))
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+            why = [f"The attention is not shown: the memory did not suffice for it ({_reason(error)})."]
         missing += why
     if with_probe and not result["ratio"]["mean"]:
         missing.append("The probe is missing: there is no ratio of finite norms that its factor could match.")
     elif with_probe:
         count = min(PROBE_IMAGES, len(images))
         result["probe"] = probe(model, structure, _bar(prompts(count), "probe", count), 1 / result["ratio"]["mean"])
+        left_out = count - (result["probe"] or {"images": 0})["images"]
+        if left_out:
+            missing.append(f"{left_out} of {count} images are left out of the probe: their logits are not finite.")
     return without_nan(result)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from PIL import Image
 
 from llava_norm_align.common.errors import InputError, missing_extra
-from llava_norm_align.common.images import open_image
+from llava_norm_align.common.images import image_files, open_image
 from llava_norm_align.common.results import FOLDER, write_json, write_text
 from llava_norm_align.common.samples import PHOTOS, sample_photos
 from llava_norm_align.diagnosis.markdown import markdown
@@ -19,23 +19,10 @@ def find_images(paths: Sequence[Path], limit: int) -> list[Path]:
     """The first `limit` image files of `paths`: files as they are named, of folders those with an image's suffix."""
     if not paths:
         return sample_photos("A diagnosis", PHOTOS)[:limit]
-    formats, files = Image.registered_extensions(), []
-    suffixes = {suffix for suffix, name in formats.items() if name in Image.OPEN}  # of a PDF Pillow is a writer only
-    for path in paths:
-        if not path.is_dir():
-            files.append(path)
-            continue
-        found = sorted(
-            file
-            for file in path.iterdir()
-            if file.suffix.lower() in suffixes and not file.name.startswith(".") and file.is_file()
-        )
-        if not found:
-            raise InputError(f"The folder {path} of --images has no image file. Name a folder with PNG or JPEG files.")
-        files += found
-    for path in files[:limit]:
+    files = image_files(paths)[:limit]
+    for path in files:
         open_image(path)  # a broken one ends the run before the model is loaded
-    return files[:limit]
+    return files
 
 
 def result_folder(name: str, folder: Path, out: Path | None) -> Path:

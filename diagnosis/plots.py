@@ -6,13 +6,13 @@ rcParams is touched.
 
 import io
 import math
-import os
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
 from llava_norm_align.common.errors import missing_extra
+from llava_norm_align.common.results import write_bytes
 from llava_norm_align.diagnosis import formats
 from llava_norm_align.diagnosis.formats import find, find_list, find_number, number
 
@@ -45,7 +45,6 @@ def write_plots(
         "cosine_by_layer.png": draw_layers(results, "cosine_adjacent", "cosine of input and output"),
         "attention_map.png": draw_attention(results, image),
     }
-    folder.mkdir(parents=True, exist_ok=True)
     for name, figure in figures.items():
         if figure is None:
             (folder / name).unlink(missing_ok=True)
@@ -66,9 +65,7 @@ def write_png(figure: Any, path: Path) -> None:
         drawn.quantize(colours).save(file, "PNG", optimize=True)
         if file.tell() < MAX_BYTES:
             break
-    partial = path.with_name(f".{path.name}.writing")
-    partial.write_bytes(file.getvalue())
-    os.replace(partial, path)
+    write_bytes(path, file.getvalue())
 
 
 def new_figure(height: float) -> Any:

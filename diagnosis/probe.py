@@ -26,8 +26,8 @@ def probe(
     Of each factor: visual_norm, the mean L2 norm of the scaled tokens; kl_nats, the mean KL(factor 1 || factor), with
     its 95 % bootstrap `interval` over images (None under 8 images); top1_agreement, the share of prompts with the same
     first choice. What is not finite, as after an overflow of fp16, is None. Prompts without visual tokens, and those
-    whose logits are not finite at factor 1, are left out of `images`; None if all are.
-    One forward pass per factor and prompt, and no logits are kept.
+    whose logits are not finite at factor 1, are left out of `images`; None if all are. One forward pass
+    per factor and prompt, and no logits are kept.
 
     Only what enters layer 0 is scaled: features that a model adds again in later layers (DeepStack) keep their size.
     """
@@ -39,9 +39,7 @@ def probe(
         for prompt in prompts:
             scaled.start(prompt)
             logits = model(**prompt.inputs, **options).logits[0, -1]
-            if not scaled.visual.any():
-                continue
-            if not logits.isfinite().all():
+            if not scaled.visual.any() or not logits.isfinite().all():
                 continue
             norms.append(scaled.norm)
             reference, first = log_probabilities(logits), logits.argmax().item()

