@@ -365,6 +365,20 @@ def test_visual_tokens_that_are_not_finite(reference, diagnose, tmp_path, factor
     ]
 
 
+def test_one_image_whose_tokens_are_not_finite(photos):
+    model, seen = tiny.stock_llava(), []
+
+    def broken(module, args, output):
+        seen.append(args[0])
+        return output if torch.equal(args[0], seen[0]) else output * torch.nan
+
+    model.model.multi_modal_projector.register_forward_hook(broken)
+    result = measure(model, photos)
+    assert result["norms"]["visual"]["non_finite"] == 4
+    assert result["attention"]["images"] == result["probe"]["images"] == 1
+    assert sorted(line.split(" left out of the ")[1][:5] for line in result["missing"]) == ["atten", "probe"]
+
+
 def test_layers_that_drop_tokens(reference, stock, photos):
     model = load_model(stock)
     model.model.language_model.layers[-1].register_forward_hook(lambda module, args, output: output[:, ::2])

@@ -294,3 +294,17 @@ def test_a_folder_that_may_not_be_written(shared, tmp_path):
         f"Error: The folder {shared / 'stock' / 'norm_align'} cannot be written (Permission denied)"
     )
     assert "Name another --out" in output
+
+
+def test_attention_that_runs_out_of_memory_keeps_the_norms(sources):
+    model = tiny.stock_llava()
+
+    def full(module, args):
+        if model.get_decoder().config._attn_implementation == "eager":
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    model.get_decoder().layers[1].register_forward_pre_hook(full)
+    images = [sources / "photos" / "0.png", sources / "photos" / "1.png"]
+    result = diagnose_model(model, tiny.processor(), images, name="x", question="what is")
+    assert result["attention"] is None and result["norms"]["visual"]["n"] == 2 * 4
+    assert len(result["missing"]) == 1 and "memory did not suffice" in result["missing"][0]
