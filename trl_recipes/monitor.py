@@ -13,6 +13,7 @@ from transformers import TrainerCallback, TrainerState
 
 from llava_norm_align.common.errors import CheckFailed, InputError
 from llava_norm_align.common.results import FOLDER, provenance, write_json
+from llava_norm_align.diagnosis.formats import without_nan
 from llava_norm_align.diagnosis.structure import first_list, hidden_states
 from llava_norm_align.trl_recipes.curves import write_curves
 from llava_norm_align.trl_recipes.groups import describe_groups, total_norm, trained_norm
@@ -233,7 +234,7 @@ class Monitor(TrainerCallback):
         trainer = self.trainer
         if not trainer.is_world_process_zero():
             return
-        history = [_finite(entry) for entry in trainer.state.log_history]
+        history = without_nan(trainer.state.log_history)
         result = {
             **provenance(),
             "model": trainer.model.config._name_or_path,
@@ -262,13 +263,6 @@ def _whole(parameter: torch.Tensor) -> torch.Tensor:
             return parameter.detach().clone()
     parameter = parameter.detach()
     return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-
-
-def _finite(entry: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no NaN."""
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in entry.items()
-    }
 
 
 def _changed_fields(config: Any) -> dict[str, Any]:
