@@ -168,24 +168,26 @@ def load_model(
     device: str | None = None,
     *,
     device_map: str | dict[str, Any] | None = None,
-    four_bit: bool = False,
+    four_bit: bool | BitsAndBytesConfig = False,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """A vision-language model in eval mode. A norm-aligned one loads under its guard: InputError if it is damaged.
 
     `dtype`: a key of DTYPES; "auto" is the one that config.json names. `device_map`: as accelerate's, such as "auto";
-    `four_bit`: NF4 by bitsandbytes, unless the checkpoint is quantised already. InputError, too, if a tensor is
-    missing or has another shape, as it would be left random.
+    `four_bit`: NF4 by bitsandbytes, or as a configuration says, unless the checkpoint is quantised already.
+    InputError, too, if a tensor is missing or has another shape, as it would be left random.
     """
-    check_placement(dtype, device, device_map, four_bit)
+    check_placement(dtype, device, device_map, bool(four_bit))
     config = check_vision_language(folder, trust_remote_code)
     # with "auto", 4.57 gives each part the dtype that its own config names, which may not be the one it is stored in
     named = DTYPES.get(config.get("dtype") or config.get("torch_dtype"), "auto")
     options: dict[str, Any] = {"dtype": named if dtype == "auto" else DTYPES[dtype]}
     if four_bit and "quantization_config" not in config:
         compute = options["dtype"] if isinstance(options["dtype"], torch.dtype) else torch.bfloat16
-        options["quantization_config"] = BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute
+        options["quantization_config"] = (
+            four_bit
+            if isinstance(four_bit, BitsAndBytesConfig)
+            else BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute)
         )
     if four_bit:
         device_map = device_map or (device and {"": device})  # a quantised model cannot be moved afterwards

@@ -32,6 +32,7 @@ from llava_norm_align.conversion.processor_files import (
     write_processor,
     write_tokenizer,
 )
+from llava_norm_align.conversion.projector_file import PROJECTOR, norm_of, read_projector
 from llava_norm_align.conversion.verify import quiet_transformers
 
 VISION_FAMILIES = {
@@ -49,7 +50,6 @@ DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 UNWANTED_FIELDS = ("model_type", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "auto_map")
 MAX_SINGLE_FILE = 5_000_000_000  # bytes; larger models keep the language model's shards
 ROWS = 1024  # of a text table, read at a time
-PROJECTOR = "multi_modal_projector."
 EMBEDDING, HEAD = "language_model.model.embed_tokens.weight", "language_model.lm_head.weight"
 
 
@@ -68,8 +68,8 @@ def assemble(
 
     `vision`: a CLIP, SigLIP or DINOv2 model; of a CLIP or SigLIP with a text tower the vision half is taken. `text`: a
     causal language model such as Llama, Qwen2 or Mistral. Both are folders or Hub ids, with weights that are copied as
-    bytes in the key names of llava-hf's checkpoints. `projector`: a safetensors file with LLaVA's projector,
-    [D, D_vision] and [D, D]; without it the projector is fresh, as transformers initialises it from `seed`.
+    bytes in the key names of llava-hf's checkpoints. `projector`: a file that `read_projector` reads,
+    [D, D_vision] and [D, D], without a norm; by default it is fresh, as transformers initialises it from `seed`.
 
     `<image>` is added to the tokenizer. Where the text table has no row for it, table and head get one more, the mean
     of their rows: its logit is the mean logit, so it is never generated, and one row leaves the mean norm of a whole
@@ -256,11 +256,16 @@ def _write_fresh_projector(file: Path, tower: Part, llm: Part, seed: int) -> dic
 
 
 def _read_projector(file: Path, tower: Part, llm: Part) -> dict[str, StoredTensor]:
-    found = {tensor.name.rpartition(PROJECTOR)[2]: tensor for tensor in read_header(file)}
+    found = read_projector(file)
+    if norm_of(found):
+        raise InputError(
+            f"{file} holds a norm beside the projector, but assemble writes a stock LLaVA. Leave out --projector "
+            f"here, then convert the result with --projector {file}."
+        )
     shapes, found_shapes = projector_shapes(tower, llm), {name: tensor.shape for name, tensor in found.items()}
     if found_shapes != shapes:
         raise InputError(
-            f"{file} holds {found_shapes or 'nothing'}, but the projector between these two models is {shapes}. "
+            f"{file} holds {found_shapes}, but the projector between these two models is {shapes}. "
             "Name the projector that was trained for them, or leave it out."
         )
     return {PROJECTOR + name: found[name] for name in shapes}

@@ -28,6 +28,7 @@ from llava_norm_align.conversion.processor_fields import (
     make_tokenizer_portable,
 )
 from llava_norm_align.conversion.processor_files import carry_chat_template
+from llava_norm_align.conversion.replaced_projector import check_norm_start, replace_projector
 from llava_norm_align.conversion.report import run_in_fresh_process
 from llava_norm_align.conversion.source import Source, read_source
 from llava_norm_align.conversion.target import calibrate, scale_factor
@@ -36,12 +37,11 @@ from llava_norm_align.conversion.weight_files import (
     LEARNED,
     WeightFile,
     check_weights,
+    count_tensors,
     fold_factor,
-    kept_tensors,
     lay_out,
     place_weights,
     plan_weights,
-    projector_output,
 )
 
 REPORT_BELOW = 4_000_000_000  # bytes of weights up to which the report is on by itself
@@ -56,6 +56,7 @@ def convert(
     revision: str | None = None,
     vision: str | None = None,
     text: str | None = None,
+    projector: Path | None = None,
     norm_type: str = "layer_norm",
     target_norm: float | None = None,
     start: str = "text",
@@ -73,6 +74,8 @@ def convert(
     `source`: a folder or Hub id (at `revision`) of model_type llava, llava_next, llava_onevision or vipllava; or one
     in the layout of the original LLaVA repository, with its vision tower `vision`; or an mm_projector.bin, with
     `vision` and the language model `text` (folders or Hub ids).
+    `projector`: a file that `read_projector` reads, for a source in transformers' layout. Its tensors take the place
+    of the source's; a norm in it is the result's, and its T the one that it started at, if the file says so.
     `norm_type`: "layer_norm" (the paper), "rms_norm", "scale" (one factor, measured on `images`) or "none".
     `target_norm`: the L2 norm T that visual tokens start with; None measures it, by `start`: "text" is the mean norm
     of the text embeddings (the paper), "visual" the mean norm of the projector's output on `images`. `bias` and
@@ -96,8 +99,14 @@ def convert(
         raise InputError(
             f"{origin} is a whole model in the transformers layout, so --vision and --text have no use. Omit them."
         )
+    if staged and projector:
+        raise InputError(
+            f"{origin} is in the layout of the original LLaVA repository, for which --projector is not taken. Put a "
+            f"LLaVA together (llava-norm-align assemble), then convert that with --projector {projector}."
+        )
 
-    inputs = [path for path in (origin, *map(Path, filter(None, (vision, text))), *images) if path.exists()]
+    parts = map(Path, filter(None, (vision, text, projector)))
+    inputs = [path for path in (origin, *parts, *images) if path.exists()]
     with _workplace(target, overwrite, inputs, dry_run) as folder:
         notes, own_rows = stage_original(origin, folder / STAGE, vision, text, dry_run) if staged else ([], None)
         stock = read_source(folder / STAGE if staged else origin)
@@ -108,11 +117,16 @@ def convert(
             _check_link(target, stock)
         elif not staged:
             _check_space(target, stock)
+        of_file: dict[str, Any] = {}
+        if projector:
+            stock, of_file = replace_projector(stock, Path(projector), norm_type, start, bias)
         asked, (report, why_no_report) = report is True, _plan_report(stock, images, False if dry_run else report)
         on_images = norm_type == "scale" or start == "visual"
         images = images or (sample_photos("A conversion that measures images") if report or on_images else [])
-        calibration = calibrate(stock, target_norm, start, own_rows)
+        calibration = calibrate(stock, target_norm or of_file.get("norm_start"), start, own_rows)
         fields = _norm_fields(norm_type, calibration["target_norm"], bias, gradient_compensation)
+        if projector:
+            _describe_projector(calibration, fields, stock, of_file, target_norm)
         clock.lap("calibrate")
 
         notes += _write_small_files(folder, stock)
@@ -125,7 +139,8 @@ def convert(
             report, why_no_report = False, [f"no report: {problem}"]
         job = {"source": str(stock.folder), "target": str(folder), "images": list(map(str, images))}
         if on_images:
-            calibration |= run_in_fresh_process({"task": "projector_norm", **job})
+            of_model = {"task": "projector_norm", **job, "projector": projector and str(projector)}
+            calibration |= run_in_fresh_process(of_model)
             _start_from_images(fields, calibration, stock)
         notes += write_config(folder, stock, None if fold else fields)
         plan = plan_weights(stock, fields, link or staged, fold)
@@ -155,7 +170,7 @@ def convert(
         if not fold:
             notes += _examine(folder, tensors)
         clock.lap("doctor")
-        job |= {"text_target": _text_target(calibration)}
+        job |= {"text_target": _text_target(calibration), "starts": not of_file.get("norm")}
         comparison = run_in_fresh_process({"task": "report", **job}) if report else None
         if comparison and not comparison["text_logits_equal"]:
             raise CheckFailed(
@@ -168,7 +183,7 @@ def convert(
         **summary,
         "verification": {
             "tensors": tensors,
-            "untouched": len(kept_tensors(stock)) - (len(projector_output(stock)) if fold else 0),
+            **count_tensors(stock, fold),
             "linked": len(plan) - len(digests) if link else 0,
             "sha256": digests,
         },
@@ -279,6 +294,18 @@ def _norm_fields(norm_type: str, target: float | None, bias: bool, gradient_comp
     if norm_type in LEARNED:
         fields |= {"norm_align_bias": bias, "norm_align_gradient_compensation": gradient_compensation}
     return fields
+
+
+def _describe_projector(
+    calibration: dict[str, Any], fields: dict[str, Any], stock: Source, of_file: dict[str, Any], given: float | None
+) -> None:
+    """Say in `calibration` which file the projector is from; if its norm is too, let `fields` describe that norm."""
+    calibration["projector"] = of_file
+    if of_file["norm"]:
+        fields["norm_align_bias"] = "bias" in stock.norm
+        if given is None and of_file["norm_start"]:
+            calibration["target_from"] = "projector file"
+        check_norm_start(stock, calibration["target_norm"])
 
 
 def _start_from_images(fields: dict[str, Any], calibration: dict[str, Any], stock: Source) -> None:

@@ -24,10 +24,13 @@ def conclusion(summary: dict[str, Any]) -> str:
         return f"Nothing was written to {summary['target']} (--dry-run)."
     if summary["norm"]["norm_align_type"] == "none":
         return "A control: it computes what the source computes."
+    advice = "Train this model before use"
+    if summary["calibration"].get("projector", {}).get("norm"):
+        advice = f"Projector and norm are those of {summary['calibration']['projector']['file']}"
     if summary["report"] is None:
-        return "Train this model before use: its agreement with the source was not measured (--report does)."
+        return f"{advice}: its agreement with the source was not measured (--report does)."
     agreement = 100 * summary["report"]["top1_agreement"]
-    return f"Train this model before use: top-1 agreement with the source is {agreement:.1f} %"
+    return f"{advice}: top-1 agreement with the source is {agreement:.1f} %"
 
 
 def _target_lines(summary: dict[str, Any]) -> list[str]:
@@ -47,7 +50,10 @@ def _target_lines(summary: dict[str, Any]) -> list[str]:
 
 def _verified_lines(summary: dict[str, Any]) -> list[str]:
     verified, compared, seconds = (summary[key] for key in ("verification", "report", "seconds"))
-    if any(file["how"] == "rewrite" for file in summary["weights"]):
+    if verified["replaced"]:
+        file = summary["calibration"]["projector"]["file"]
+        what = f"tensors are byte for byte the source's, {verified['replaced']} those of {file}"
+    elif any(file["how"] == "rewrite" for file in summary["weights"]):
         what = "tensors were rewritten and read back"
     else:
         what = "tensors are byte for byte the source's"

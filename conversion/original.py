@@ -24,14 +24,11 @@ from llava_norm_align.common.weights import (
     PICKLED_INDEX_FILE,
     SINGLE_FILE,
     StoredTensor,
-    read_header,
     read_json,
-    read_pickled,
     read_weights,
 )
 from llava_norm_align.conversion.assemble import (
     EMBEDDING,
-    PROJECTOR,
     Part,
     check_image_size,
     check_loads,
@@ -50,16 +47,10 @@ from llava_norm_align.conversion.processor_files import (
     write_generation_config,
     write_tokenizer,
 )
+from llava_norm_align.conversion.projector_file import PROJECTOR, read_projector, split_projector
 
 PROJECTOR_FILE = "mm_projector.bin"
 LORA_FILES = ("adapter_config.json", "non_lora_trainables.bin")
-PROJECTOR_NAME = re.compile(r"(?:.*\.)?mm_projector\.(.+)")
-PROJECTOR_LAYERS = {
-    "0.weight": "linear_1.weight",
-    "0.bias": "linear_1.bias",
-    "2.weight": "linear_2.weight",
-    "2.bias": "linear_2.bias",
-}
 TOWER_PREFIX = "model.vision_tower.vision_tower."
 LANGUAGE_MODELS = {"llama": "llama", "mistral": "mistral", "qwen": "qwen2", "qwen2": "qwen2"}
 STRATEGIES = {"patch": "default", "cls_patch": "full"}  # mm_vision_select_feature
@@ -251,30 +242,17 @@ def _split(
 ) -> tuple[dict[str, StoredTensor], dict[str, StoredTensor], dict[str, StoredTensor]]:
     """Projector (in llava-hf's names), vision tower (in its own names) and language model of a checkpoint."""
     if alone:
-        read_file = read_header if alone.suffix == ".safetensors" else read_pickled
-        stored = {tensor.name: tensor for tensor in read_file(alone)}
-    else:
-        stored = read_weights(source).tensors
+        return {PROJECTOR + name: tensor for name, tensor in read_projector(alone).items()}, {}, {}
+    stored = read_weights(source).tensors
     if "model.image_newline" in stored:
         raise InputError(
             f"The weights in {source} have model.image_newline: this is LLaVA-1.6 (NeXT), which cuts images into "
             f"tiles. Use its transformers version, such as {NEXT}."
         )
-    found = {match[1]: tensor for name, tensor in stored.items() if (match := PROJECTOR_NAME.fullmatch(name))}
-    if set(found) != set(PROJECTOR_LAYERS):
-        raise InputError(
-            f"{alone or source} has the projector tensors {', '.join(sorted(found)) or 'none'} below mm_projector, "
-            f"but {', '.join(PROJECTOR_LAYERS)} were expected (mlp2x_gelu). Use a checkpoint with such a projector."
-        )
-    projector = {PROJECTOR + PROJECTOR_LAYERS[name]: tensor for name, tensor in found.items()}
-    tower = {n.removeprefix(TOWER_PREFIX): tensor for n, tensor in stored.items() if n.startswith(TOWER_PREFIX)}
-    rest = {n: t for n, t in stored.items() if not PROJECTOR_NAME.fullmatch(n) and not n.startswith(TOWER_PREFIX)}
-    if alone and rest:
-        raise InputError(
-            f"{alone} holds {len(rest)} tensor(s) beside the projector, such as {min(rest)}: it was trained with "
-            "<im_start> and <im_end>, or is no projector. Use one that was trained without them."
-        )
-    return projector, tower, rest
+    projector, rest = split_projector(stored, source)
+    tower = {n.removeprefix(TOWER_PREFIX): tensor for n, tensor in rest.items() if n.startswith(TOWER_PREFIX)}
+    llm = {name: tensor for name, tensor in rest.items() if not name.startswith(TOWER_PREFIX)}
+    return {PROJECTOR + name: tensor for name, tensor in projector.items()}, tower, llm
 
 
 def _check_shapes(

@@ -25,6 +25,7 @@ from llava_norm_align.common.errors import CheckFailed, InputError
 from llava_norm_align.common.images import open_image
 from llava_norm_align.common.loading import load_config, load_processor
 from llava_norm_align.common.prompts import prepare_inputs
+from llava_norm_align.conversion.projector_file import load_projector
 from llava_norm_align.conversion.source import read_source
 from llava_norm_align.diagnosis.agreement import compare_answers, read_answers
 from llava_norm_align.diagnosis.measure import measure_layer0
@@ -74,14 +75,21 @@ def run_job(job: dict[str, Any], bars: TextIO | None = None) -> dict[str, Any]:
     """The task "report" (see compare_models) or "projector_norm" (see there)."""
     source, target, images = Path(job["source"]), Path(job["target"]), [Path(path) for path in job["images"]]
     if job["task"] == "projector_norm":
-        return {"projector_norm": projector_norm(source, load_processor(target), images)}
-    return compare_models(source, target, images, bars, job.get("text_target"))
+        return {"projector_norm": projector_norm(source, load_processor(target), images, job.get("projector"))}
+    return compare_models(source, target, images, bars, job.get("text_target"), job.get("starts", True))
 
 
 @torch.no_grad()
-def projector_norm(source: Path, processor: ProcessorMixin, images: Sequence[Path]) -> float:
-    """Mean L2 norm of the output of a stock LLaVA's projector, over all visual tokens of all `images`."""
+def projector_norm(
+    source: Path, processor: ProcessorMixin, images: Sequence[Path], projector: str | None = None
+) -> float:
+    """Mean L2 norm of the output of a stock LLaVA's projector, or of that in the file `projector`, over all visual
+    tokens of all `images`.
+    """
     model = load(source)
+    if projector:
+        load_projector(model, Path(projector))
+        model.to(model.dtype)  # as from_pretrained reads the result
     measured = measure_layer0(model, image_prompts(model, processor, images, QUESTIONS[:1]))
     return finite_mean(measured.norms["projector_output"], source)
 
@@ -99,7 +107,12 @@ def finite_mean(norms: RunningNorms, source: Path) -> float:
 
 @torch.no_grad()
 def compare_models(
-    source: Path, target: Path, images: Sequence[Path], bars: TextIO | None = None, text_target: float | None = None
+    source: Path,
+    target: Path,
+    images: Sequence[Path],
+    bars: TextIO | None = None,
+    text_target: float | None = None,
+    with_starts: bool = True,
 ) -> dict[str, Any]:
     """Compare a stock LLaVA with its converted folder; one model is in memory at a time.
 
@@ -112,8 +125,8 @@ def compare_models(
     no image placeholder.
     same_answers: the prompts to which both give the same greedy answer, token for token.
     starts: of a norm with a gain, the last three for both starts, "text" (at `text_target`, if there is one) and
-    "visual" (at the source's mean visual norm), whichever was written. `bars`: where progress bars go, if that is a
-    terminal; None for standard error.
+    "visual" (at the source's mean visual norm), whichever was written; empty unless `with_starts`. `bars`: where
+    progress bars go, if that is a terminal; None for standard error.
     """
     processor = load_processor(target)  # the source's may lack the fields that count image tokens
     model, number = load(source), len(images) * len(QUESTIONS)
@@ -137,7 +150,7 @@ def compare_models(
     agreement = compare_answers(before, read_answers(model, prompts("target"), answers))
     starts = {}
     gain = getattr(getattr(model.model.multi_modal_projector, "align_norm", None), "weight", None)
-    if gain is not None:
+    if gain is not None and with_starts:
         for name, start in (("text", text_target), ("visual", norms["source"]["visual"])):
             if start is not None:
                 gain.fill_(start / math.sqrt(len(gain)))

@@ -42,11 +42,19 @@ class Source:
     table: StoredTensor  # the text embeddings
     projector_prefix: str  # the norm's tensors follow the layout of the others
     head_is_tied: bool  # the files hold no lm_head of its own
+    projector: Path | None = None  # the file that the projector lies in, if it is not the folder's own
+    rewritten: frozenset[Path] = frozenset()  # weight files of which only some tensors are wanted
 
     @property
     def model_class(self) -> type[PreTrainedModel]:
         """Our class for this family."""
         return FAMILIES[self.kind]
+
+    @property
+    def norm(self) -> dict[str, StoredTensor]:
+        """The norm's tensors, "weight" and "bias", that came with a projector; a stock folder has none."""
+        prefix = f"{self.projector_prefix}align_norm."
+        return {n.removeprefix(prefix): t for n, t in self.weights.tensors.items() if n.startswith(prefix)}
 
     @property
     def nbytes(self) -> int:
@@ -58,7 +66,7 @@ def read_source(folder: Path) -> Source:
     if (folder / "adapter_config.json").is_file():
         raise InputError(
             f"{folder} holds a PEFT adapter (adapter_config.json). Merge it into its base model first "
-            "(merge_and_unload, save_pretrained), then convert the result."
+            "(llava-norm-align merge), then convert the result."
         )
     raw_config = load_config(folder)
     kind = _check_kind(folder, raw_config)

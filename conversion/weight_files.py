@@ -35,19 +35,23 @@ class WeightFile:
 
     name: str
     source: Path
-    how: str  # "copy", "link" (a hard link), "rewrite" (a .bin, as safetensors)
+    how: str  # "copy", "link" (a hard link), "rewrite" (a .bin, as safetensors; or some tensors of it)
 
 
 def plan_weights(stock: Source, fields: dict[str, Any], link: bool, fold: bool) -> list[WeightFile]:
     """The source's weight files under the names that they get; the norm's own file, if there is one, is the last."""
-    files, norm = stock.weights.files, fields["norm_align_type"] in LEARNED
+    files, norm = stock.weights.files, fields["norm_align_type"] in LEARNED and not stock.norm
     total = len(files) + norm
     names = [f"model-{number:05d}-of-{total:05d}.safetensors" for number in range(1, total + 1)]
     folded = {tensor.file for tensor in projector_output(stock)} if fold else set()
 
-    how = "rewrite" if stock.weights.pickled else "link" if link else "copy"
+    def how(file: Path) -> str:
+        if stock.weights.pickled or file in stock.rewritten:
+            return "rewrite"
+        return "link" if link and file not in folded else "copy"
+
     return [
-        WeightFile(name if total > 1 else SINGLE_FILE, file, "copy" if file in folded and how == "link" else how)
+        WeightFile(name if total > 1 else SINGLE_FILE, file, how(file))
         for name, file in zip(names, files, strict=False)
     ]
 
@@ -74,8 +78,8 @@ def lay_out(folder: Path, stock: Source, plan: Sequence[WeightFile], fields: dic
 
 
 def norm_tensors(stock: Source, fields: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The norm's fp32 tensors [D] under the key layout of the source: every gain T / sqrt(D), every bias 0."""
-    if fields["norm_align_type"] not in LEARNED:
+    """A new norm's fp32 tensors [D] under the key layout of the source: every gain T / sqrt(D), every bias 0."""
+    if fields["norm_align_type"] not in LEARNED or stock.norm:
         return {}
     size, name = stock.config.text_config.hidden_size, f"{stock.projector_prefix}align_norm"
     tensors = {
@@ -90,6 +94,13 @@ def kept_tensors(stock: Source, file: Path | None = None) -> list[StoredTensor]:
     """The source's tensors (of one `file`), but for a head in a .bin that is only another name of the text table."""
     tensors = [tensor for tensor in stock.weights.tensors.values() if file in (None, tensor.file)]
     return [tensor for tensor in tensors if not (HEAD_NAME.fullmatch(tensor.name) and is_alias(tensor, stock.table))]
+
+
+def count_tensors(stock: Source, fold: bool) -> dict[str, int]:
+    """How many tensors of the converted model are the source's, and how many a projector file's, bit for bit."""
+    kept = set(kept_tensors(stock)) - set(projector_output(stock) if fold else ())
+    replaced = sum(tensor.file == stock.projector for tensor in kept)
+    return {"untouched": len(kept) - replaced, "replaced": replaced}
 
 
 def place_weights(folder: Path, stock: Source, plan: Sequence[WeightFile]) -> dict[str, int]:

@@ -8,7 +8,7 @@ import json
 import os.path
 import re
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,14 +50,17 @@ class Fault:
     sentence: str
 
 
-def read_llava_json(path: Path | str, image_folder: Path | str) -> Iterator[Row]:
+def read_llava_json(path: Path | str, image_folder: Path | str, skip: Collection[int] = ()) -> Iterator[Row]:
     """The rows of `path` in its order, with images as paths below `image_folder`; no image is looked at.
 
-    InputError at the first row that has a fault in its structure, and for a file that is not LLaVA's JSON.
+    `skip`: positions (from 0) that are left out. InputError at the first row that has a fault in its structure, and
+    for a file that is not LLaVA's JSON.
     """
     text, _ = read_text(path)
     folder = Path(image_folder).absolute()
     for index, (_, _, entry) in enumerate(entries(text, path)):
+        if index in skip:
+            continue
         row, faults = parse_row(entry, index, folder)
         if faults:
             raise InputError(
@@ -76,25 +79,6 @@ def as_messages(row: Row) -> list[dict[str, Any]]:
         }
         for turn in row.turns
     ]
-
-
-def as_conversation(row: Row, stage: int = 2) -> dict[str, Any]:
-    """The row in TRL's conversational format, with `images`: [path], or [] in a row of text alone.
-
-    Stage 1 is LLaVA's "plain" format: the human text is dropped, so the prompt is the image alone. One question and
-    answer become `prompt` and `completion`, more become `messages`. InputError for a row that stage 1 cannot use.
-    """
-    messages, images = as_messages(row), [] if row.image is None else [str(row.image)]
-    if stage == 1:
-        if not fits_stage_1(row):
-            raise InputError(
-                f"Row {row.id} cannot be used in stage 1, which takes one image and one answer. "
-                "Leave it out, or train stage 2 on it."
-            )
-        messages[0]["content"] = [{"type": "image"}]
-    if len(messages) > 2:
-        return {"messages": messages, "images": images}
-    return {"prompt": messages[:1], "completion": messages[1:], "images": images}
 
 
 def fits_stage_1(row: Row) -> bool:

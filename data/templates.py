@@ -5,6 +5,7 @@ a trained model is asked as it was trained.
 """
 
 import copy
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ LLAMA_MARKED_TURN = """\
             {{- message['content'] | trim + '<|eot_id|>' }}
         {%- endif %}"""
 
+MARKS = re.compile(r"\{%(-?)\s*(?:end)?generation\s*(-?)%\}")  # a dash takes the white space beside it away
+
 QUESTION, ANSWER = "What is this?", "A cat."
 
 
@@ -48,6 +51,11 @@ def training_template(processor: ProcessorMixin, choice: str | Path | None = Non
     template = _read(choice) if choice else _marked(processor)
     _check(template, processor, str(choice) if choice else "The processor's chat template")
     return template
+
+
+def without_marks(template: str) -> str:
+    """The template as a processor keeps it: it renders the same, and programs that do not know the marks read it."""
+    return MARKS.sub(r"{#\1 \2#}", template)
 
 
 def leading_bos(processor: ProcessorMixin, text: str = "") -> str:

@@ -1,9 +1,6 @@
 """The command line: one program whose verbs call plain functions."""
 
 import json
-import logging
-import signal
-import sys
 import time
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -12,9 +9,10 @@ import transformers
 import typer
 
 from llava_norm_align import __version__
-from llava_norm_align.common.errors import InputError, NormAlignError
+from llava_norm_align.common.errors import InputError, missing_extra
 from llava_norm_align.common.images import image_files, open_image
 from llava_norm_align.common.loading import load_config, load_model, load_processor, resolve_model
+from llava_norm_align.common.program import run_program
 
 app = typer.Typer(
     help="Give a LLaVA checkpoint a norm-aligned projector (arXiv 2512.08374).",
@@ -29,40 +27,7 @@ Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a H
 
 def main() -> NoReturn:
     """Run the program. Exit code 0: done; 1: a check failed; 2: bad input or usage."""
-    debug = "--debug" in sys.argv
-    if debug:
-        sys.argv.remove("--debug")
-    logging.basicConfig(level=logging.INFO if debug else logging.WARNING, format="%(levelname)s: %(message)s")
-    if not debug:
-        transformers.logging.set_verbosity_error()
-        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns when PEFT imports it, used or not
-        transformers.logging.disable_progress_bar()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that unfinished folders go
-    try:
-        app()
-        code = 0
-    except NormAlignError as error:
-        if debug:
-            raise
-        typer.echo(f"Error: {error}", err=True)
-        code = error.exit_code
-    except OSError as error:  # no room, no permission
-        if debug:
-            raise
-        typer.echo(f"Error: {in_words(error)}", err=True)
-        code = 2
-    except Exception as error:
-        if debug:
-            raise
-        typer.echo(f"Unexpected {type(error).__name__}: {error} (run again with --debug to see where)", err=True)
-        code = 1
-    sys.exit(code)
-
-
-def in_words(error: OSError) -> str:
-    """What the system said, of which file, and what may help."""
-    where = f": {error.filename}" if error.filename else ""
-    return f"{error.strerror or error}{where}. Check the permissions, and that the disk has room and works."
+    run_program(app)
 
 
 def print_version(wanted: bool) -> None:
@@ -87,7 +52,7 @@ def assemble(
     vision: Annotated[str | None, typer.Option(help="CLIP, SigLIP or DINOv2 tower: folder or Hub id.")] = None,
     text: Annotated[str | None, typer.Option(help="Causal language model: folder or Hub id.")] = None,
     projector: Annotated[
-        Path | None, typer.Option(help="safetensors file of a projector; default: a fresh one.")
+        Path | None, typer.Option(help="File of a projector (safetensors, mm_projector.bin); default: a fresh one.")
     ] = None,
     preset: Annotated[str | None, typer.Option(help="'micro': the small real LLaVA, from package wheels.")] = None,
     wheels: Annotated[
@@ -181,6 +146,9 @@ def convert(
         str | None, typer.Option(help="Vision tower (folder or Hub id) of a source in the original LLaVA layout.")
     ] = None,
     text: Annotated[str | None, typer.Option(help="Language model (folder or Hub id) of an mm_projector.bin.")] = None,
+    projector: Annotated[
+        Path | None, typer.Option(help="File of a projector, and of its norm if it has one, in place of SRC's own.")
+    ] = None,
     norm: Annotated[str, typer.Option(help="layer_norm (the paper), rms_norm, scale or none.")] = "layer_norm",
     target_norm: Annotated[
         float | None, typer.Option("--target", help="L2 norm that visual tokens start with; default: measured.")
@@ -222,6 +190,7 @@ def convert(
         revision=revision,
         vision=vision,
         text=text,
+        projector=projector,
         norm_type=norm,
         target_norm=target_norm,
         start=start,
@@ -346,6 +315,35 @@ def check_data(
     typer.echo(json.dumps(report, indent=2, allow_nan=False) if as_json else describe(report))
     if report["totals"]["bad"] and clean is None:
         raise typer.Exit(1)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def train(context: typer.Context) -> None:
+    """Train by a recipe: train RECIPE.yaml [--field value ...]; all fields with --help."""
+    try:
+        from llava_norm_align.trl_recipes.sft import run
+    except ImportError as error:
+        if error.name not in ("trl", "datasets", "peft"):
+            raise
+        raise missing_extra(error.name, "train", "Training (with transformers 5)") from None
+    run(context.args, typer.echo)
+
+
+@app.command()
+def merge(
+    adapter: Annotated[str, typer.Argument(metavar="ADAPTER", help="A LoRA adapter of a LLaVA: folder or Hub id.")],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="The folder to write.")],
+    base: Annotated[str | None, typer.Option(help="Its base model; default: the one that it names.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a base on the Hub.")] = None,
+    overwrite: Overwrite = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON and nothing else.")] = False,
+) -> None:
+    """Merge a LoRA adapter into its base model: a full folder, with projector and norm from the adapter."""
+    from llava_norm_align.trl_recipes.merge import describe
+    from llava_norm_align.trl_recipes.merge import merge as run
+
+    summary = run(adapter, target, base=base, revision=revision, overwrite=overwrite)
+    typer.echo(json.dumps(summary, indent=2, allow_nan=False) if as_json else describe(summary))
 
 
 @app.command()

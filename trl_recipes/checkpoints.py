@@ -13,7 +13,7 @@ import re
 import shutil
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,17 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, ProcessorMixin, TrainingArguments
+from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 from llava_norm_align.common.errors import InputError
 from llava_norm_align.common.folders import FULL
 from llava_norm_align.common.loading import first_line
 from llava_norm_align.common.results import FOLDER, provenance, write_json
-from llava_norm_align.common.weights import read_json, read_weights
+from llava_norm_align.common.weights import read_header, read_json, read_weights
+from llava_norm_align.conversion.assemble import PROJECTOR
 from llava_norm_align.conversion.processor_fields import complete_processor_files, make_tokenizer_portable
+from llava_norm_align.conversion.projector_file import save_projector
 from llava_norm_align.modeling.modeling_llava_norm_align import check_loading_info
 
 logger = logging.getLogger(__name__)
@@ -36,6 +39,7 @@ logger = logging.getLogger(__name__)
 STATE_FILE = "trainer_state.json"  # written last
 START_FILE = f"{FOLDER}/start.json"
 ADAPTER_FILE = "adapter_model.safetensors"
+PROJECTOR_FILE = "projector.safetensors"
 SAMPLE = 64  # values of each tensor that tell a model
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -68,7 +72,10 @@ def check_whole(folder: Path) -> None:
             "with save_only_model: resume from another checkpoint, or start anew from its weights."
         )
     read_json(folder / STATE_FILE, "the state of a training")
-    if not (folder / ADAPTER_FILE).is_file() and not _is_sharded(folder):
+    part = next((folder / name for name in (ADAPTER_FILE, PROJECTOR_FILE) if (folder / name).is_file()), None)
+    if part is not None:
+        read_header(part)
+    elif not _is_sharded(folder):
         read_weights(folder)
 
 
@@ -152,6 +159,50 @@ def load_adapter_weights(model: nn.Module, folder: Path) -> None:
         _check_exact(here[name], tensor, name, folder)
 
 
+@torch.no_grad()
+def load_projector_exactly(model: PreTrainedModel, folder: Path) -> None:
+    """Give `model` exactly the projector and norm in `folder`, which holds nothing else of a model."""
+    tensors = load_file(folder / PROJECTOR_FILE)
+    here = model.model.multi_modal_projector.state_dict(prefix=PROJECTOR)
+    if set(tensors) != set(here):
+        differing = min(set(tensors) ^ set(here))
+        raise InputError(f"{folder} is of another model: only one of the two has {differing}. Resume with its own.")
+    for name, tensor in tensors.items():
+        here[name].copy_(tensor)
+        _check_exact(here[name], tensor, name, folder)
+
+
+def save_projector_folder(folder: Path, model: PreTrainedModel, processor: ProcessorMixin) -> None:
+    """The projector and its norm, the processor, and what a generation needs, for a checkpoint without the rest."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_projector(model, folder / PROJECTOR_FILE)
+    processor.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)  # what cannot be saved is known before hours of training
+
+
+def rounded(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """`tensors` in `dtype`, but a norm after the projector as it is; one that stands under two names stays one."""
+    done: dict[tuple[int, torch.Size], torch.Tensor] = {}
+    result = {}
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and ".align_norm." not in name:
+            place = tensor.data_ptr(), tensor.shape
+            tensor = done[place] if place in done else done.setdefault(place, tensor.to(dtype))
+        result[name] = tensor
+    return result
+
+
+def name_dtype(folder: Path, dtype: torch.dtype) -> None:
+    """Let config.json name the dtype that the weights in `folder` are stored in."""
+    config = read_json(folder / "config.json", "the configuration of a model")
+    name = str(dtype).removeprefix("torch.")
+    for part in (config, config.get("text_config"), config.get("vision_config")):
+        if part and "dtype" in part:
+            part["dtype"] = name
+    config["dtype"] = name
+    write_json(folder / "config.json", config)
+
+
 def _check_exact(here: torch.Tensor, stored: torch.Tensor, name: str, folder: Path) -> None:
     wide = torch.promote_types(here.dtype, stored.dtype)
     if not torch.equal(here.cpu().to(wide), stored.to(wide)):
@@ -170,6 +221,20 @@ def complete_folder(folder: Path, config: Any) -> None:
     """Let a processor that transformers 5 saved load in 4.57, and count image tokens as the model does."""
     make_tokenizer_portable(folder)
     complete_processor_files(folder, config)
+
+
+@contextmanager
+def without_zero3(args: TrainingArguments) -> Iterator[None]:
+    """In the block, a model is built by this process alone; under ZeRO-3, transformers lets it wait for the others."""
+    config = getattr(args, "hf_deepspeed_config", None)
+    if config is None:
+        yield
+        return
+    unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        set_hf_deepspeed_config(config)
 
 
 @contextmanager

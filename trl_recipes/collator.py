@@ -110,19 +110,25 @@ class LlavaCollator:
 def to_dataset(rows: Iterable[Row]) -> "Dataset":
     """Rows of LLaVA's JSON as a dataset for SFTTrainer: `messages` in parts, `images` as a list of paths.
 
-    All rows have `messages`, single questions too: a file mixes both sorts, and a dataset has one sort of columns.
+    `words` counts those of all turns: what LLaVA sorts rows by. All rows have `messages`, single questions too: a file
+    mixes both sorts, and a dataset has one sort of columns.
     """
     from datasets import Dataset, Features, List, Value, concatenate_datasets
 
     part = {"type": Value("string"), "text": Value("string")}
     features = Features(
-        {"messages": List({"role": Value("string"), "content": List(part)}), "images": List(Value("string"))}
+        {
+            "messages": List({"role": Value("string"), "content": List(part)}),
+            "images": List(Value("string")),
+            "words": Value("int32"),
+        }
     )
     rows, parts = iter(rows), []
     while chunk := list(itertools.islice(rows, CHUNK)):
         content = {
             "messages": [as_messages(row) for row in chunk],
             "images": [[] if row.image is None else [str(row.image)] for row in chunk],
+            "words": [sum(len(turn.text.split()) for turn in row.turns) for row in chunk],
         }
         parts.append(Dataset.from_dict(content, features=features))
     if not parts:

@@ -4,6 +4,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from trl import SFTConfig
 
 from llava_norm_align.common.errors import InputError
@@ -43,6 +44,12 @@ class LlavaSFTConfig(SFTConfig):
     clip_by_group: bool = field(
         default=False, metadata={"help": "Clip each part to max_grad_norm on its own, instead of all together."}
     )
+    group_by_modality_length: bool = field(
+        default=False, metadata={"help": "Rows with images, or text alone, of similar length in a step."}
+    )
+    save_projector_only: bool = field(
+        default=False, metadata={"help": "Checkpoints hold the projector and its norm, not the whole model."}
+    )
     norm_ratio_band: list[float] = field(
         default_factory=lambda: [0.2, 5.0],
         metadata={"help": "Visual norm / text norm of a norm-aligned model outside of this band is reported."},
@@ -74,6 +81,10 @@ class LlavaSFTConfig(SFTConfig):
             raise InputError(
                 f"norm_ratio_band is {self.norm_ratio_band}; two positive numbers, low and high, were expected."
             )
+        if not torch.cuda.is_available():
+            self.tf32 = None  # it is a mode of NVIDIA's GPUs
+        if not torch.accelerator.is_available():
+            self.use_cpu = True  # without saying so, transformers refuses bf16 there
         super().__post_init__()
 
     def part_learning_rates(self) -> dict[str, float]:

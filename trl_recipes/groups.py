@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
 from llava_norm_align.common.errors import InputError
@@ -56,6 +57,13 @@ def trained_norm(model: nn.Module) -> nn.Module | None:
     return norms[-1] if norms else None
 
 
+def in_float32(model: nn.Module) -> None:
+    """Make what is trained float32: in bfloat16, small updates would be rounded away."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+
+
 @torch.no_grad()
 def restore_norms(model: nn.Module, start: Mapping[str, torch.Tensor]) -> None:
     """Make the norms float32 with the tensors `start`: model.to(bfloat16) and TRL's QLoRA round them."""
@@ -63,6 +71,49 @@ def restore_norms(model: nn.Module, start: Mapping[str, torch.Tensor]) -> None:
         for name, tensor in start.items():
             parameter = getattr(norm, name)
             parameter.data = tensor.to(parameter.device, torch.float32, copy=True)
+
+
+def float32(parameter: torch.Tensor) -> torch.Tensor:
+    """All of a parameter that FSDP2 or ZeRO sharded, under ZeRO of its float32 master: every process must ask."""
+    if hasattr(parameter, "_z3_optimizer") or hasattr(parameter, "_hp_mapping"):
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        master = safe_get_full_fp32_param(parameter)
+        if master is not None:
+            return master
+    if hasattr(parameter, "ds_id"):  # ZeRO-3, not trained
+        from deepspeed.zero import GatheredParameters
+
+        with GatheredParameters(parameter):
+            return parameter.detach().clone().float()
+    parameter = parameter.detach()
+    return (parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter).float()
+
+
+def float32_norm(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors of the norm in float32, by their names in `model`: DeepSpeed's bfloat16 rounds them."""
+    return {name: float32(tensor) for name, tensor in model.named_parameters() if part_of(name) == "norm"}
+
+
+def prepare_fsdp(plugin: Any, model: nn.Module) -> None:
+    """Let accelerate's FSDP2 `plugin` shard a LLaVA.
+
+    By default it wraps `_no_split_modules`, where CLIP names a text layer that no LLaVA has, which is an error. Its
+    loading from rank 0 alone cannot take a norm that is sharded already.
+    """
+    plugin.cpu_ram_efficient_loading = False
+    if plugin.transformer_cls_names_to_wrap is None:
+        present = {type(module).__name__ for module in model.modules()}
+        plugin.transformer_cls_names_to_wrap = sorted(present & set(model._no_split_modules))
+
+
+def shard_norms(model: nn.Module, plugin: Any) -> None:
+    """Make each norm an FSDP2 unit of its own, before accelerate shards the rest, so that it computes in float32.
+
+    With mixed precision, accelerate has every unit gathered, and its gradient reduced, in bfloat16.
+    """
+    for norm in align_norms(model):
+        fully_shard(norm, offload_policy=plugin.cpu_offload)
 
 
 def check_lora_targets(model: nn.Module) -> None:
@@ -89,7 +140,12 @@ def split_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, rates: M
         for group in groups:
             parameters = [parameter for parameter in group["params"] if parts[parameter] == part]
             if parameters:
-                optimizer.add_param_group({**group, "params": parameters, "lr": rates[part], "name": part})
+                size = sum(
+                    _size(parameter) for parameter in parameters
+                )  # ZeRO leaves a process its share in the group
+                optimizer.add_param_group(
+                    {**group, "params": parameters, "lr": rates[part], "name": part, "parameters": size}
+                )
 
 
 def describe_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -97,7 +153,7 @@ def describe_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[
     rows = [
         {
             "part": group.get("name", "?"),
-            "parameters": sum(parameter.numel() for parameter in group["params"]),
+            "parameters": group.get("parameters") or sum(_size(parameter) for parameter in group["params"]),
             "dtypes": _dtypes(group["params"]),
             "learning_rate": float(group.get("initial_lr", group["lr"])),
             "weight_decay": float(group["weight_decay"]),
@@ -111,9 +167,13 @@ def describe_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[
             if not parameter.requires_grad and part_of(name) == part
         ]
         if frozen:
-            count = sum(parameter.numel() for parameter in frozen)
+            count = sum(_size(parameter) for parameter in frozen)
             rows.append({"part": part, "parameters": count, "dtypes": _dtypes(frozen), "frozen": True})
     return rows
+
+
+def _size(parameter: torch.Tensor) -> int:
+    return getattr(parameter, "ds_numel", parameter.numel())  # ZeRO-3's are empty
 
 
 def _dtypes(parameters: list[nn.Parameter]) -> list[str]:

@@ -11,9 +11,14 @@ from llava_norm_align.common.errors import InputError
 
 
 def lora_config(
-    model: PreTrainedModel, rank: int = 128, alpha: int = 256, dropout: float = 0.05, **fields: Any
+    model: PreTrainedModel,
+    rank: int = 128,
+    alpha: int = 256,
+    dropout: float = 0.05,
+    target_modules: str | list[str] | None = None,
+    **fields: Any,
 ) -> LoraConfig:
-    """LoRA on every linear layer of the language model, not on its head; `fields` are PEFT's own.
+    """LoRA on every linear layer of the language model, not on its head, or on `target_modules`; `fields` are PEFT's.
 
     PEFT's "all-linear" would hit the vision tower and the projector too. The projector is one of `modules_to_save`, so
     that it and its norm are trained, saved and merged as they are. The defaults are LLaVA-1.5's. InputError without a
@@ -30,7 +35,7 @@ def lora_config(
         r=rank,
         lora_alpha=alpha,
         lora_dropout=dropout,
-        target_modules=rf"(.*\.)?language_model\..*\.({'|'.join(sorted(layers))})",
+        target_modules=target_modules or rf"(.*\.)?language_model\..*\.({'|'.join(sorted(layers))})",
         modules_to_save=["multi_modal_projector"],
         task_type="CAUSAL_LM",
         **fields,

@@ -16,7 +16,7 @@ from llava_norm_align.common.results import FOLDER, provenance, write_json
 from llava_norm_align.diagnosis.formats import without_nan
 from llava_norm_align.diagnosis.structure import first_list, hidden_states
 from llava_norm_align.trl_recipes.curves import write_curves
-from llava_norm_align.trl_recipes.groups import describe_groups, total_norm, trained_norm
+from llava_norm_align.trl_recipes.groups import describe_groups, float32, total_norm, trained_norm
 
 logger = logging.getLogger(__name__)
 
@@ -28,8 +28,8 @@ class Layer0Norms:
     """Sums of the L2 norms of visual and text tokens at the input of decoder layer 0, tapped in training steps.
 
     A tap of layer 0 sees what a language model does to its embeddings, such as Gemma's scaling. Left out: padding,
-    BOS, and LLaVA-NeXT's image_newline, which stands at placeholders but is no visual token. The sums stay on the
-    device.
+    BOS, LLaVA-NeXT's image_newline, which stands at placeholders but is no visual token, and rows that are not in
+    `learned`, as the collator's blank image. The sums stay on the device.
     """
 
     def __init__(self, model: nn.Module):
@@ -38,12 +38,12 @@ class Layer0Norms:
         self.image_token, self.bos = base.config.image_token_id, base.config.get_text_config().bos_token_id
         self.inputs: tuple[torch.Tensor, torch.Tensor | None] | None = None  # of the forward pass that runs
         self.sums: torch.Tensor | None = None  # [5]: visual norm, visual tokens, text norm, text tokens, all tokens
-        self.images = False  # whether this step had any
+        self.step_images: torch.Tensor | float = 0.0  # visual tokens of this step so far
+        self.learned: torch.Tensor | None = None  # [B], the rows of this batch with a label; None: all
         layers = first_list(base.get_decoder())
         self.handles = [
             self.inner.register_forward_pre_hook(self._enter, with_kwargs=True),
             layers[0].register_forward_pre_hook(self._tap, with_kwargs=True),
-            self.inner.multi_modal_projector.register_forward_hook(self._project),
         ]
 
     def take(self) -> list[float] | None:
@@ -59,9 +59,6 @@ class Layer0Norms:
         ids = kwargs.get("input_ids", args[0] if args else None)
         self.inputs = (ids, kwargs.get("attention_mask")) if module.training and ids is not None else None
 
-    def _project(self, *_: Any) -> None:
-        self.images = True
-
     @torch.no_grad()
     def _tap(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.inputs is None:
@@ -70,7 +67,9 @@ class Layer0Norms:
         self.inputs = None  # in older versions, the hooks of a checkpointed layer run again in the backward pass
         states = hidden_states(args, kwargs)  # [B, T, D]
         real = torch.ones_like(ids, dtype=torch.bool) if attention is None else attention.bool()
-        visual = ids == self.image_token
+        if self.learned is not None:
+            real = real & self.learned.to(real.device)[:, None]
+        visual = real & (ids == self.image_token)
         text = real & ~visual
         if self.bos is not None:
             text &= ids != self.bos
@@ -80,6 +79,7 @@ class Layer0Norms:
         norms = torch.linalg.vector_norm(states, dim=-1, dtype=torch.float32).double()  # [B, T]
         sums = torch.stack([(norms * visual).sum(), visual.sum(), (norms * text).sum(), text.sum(), real.sum()])
         self.sums = sums if self.sums is None else self.sums + sums
+        self.step_images = self.step_images + sums[1].float()
 
 
 class Monitor(TrainerCallback):
@@ -104,17 +104,22 @@ class Monitor(TrainerCallback):
         self.gain_start, self.gain_steps, self.loss = self._gain(), 0, 0.0
         self.logged_at = time.perf_counter()
 
+    def see_batch(self, inputs: dict[str, Any]) -> None:
+        """Called with each batch before its forward pass."""
+        self.norms.learned = (inputs["labels"] != -100).any(dim=1) if "labels" in inputs else None
+
     def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         norms = self.trainer.gradient_norms
-        loss = torch.as_tensor(self.loss, device=args.device, dtype=torch.float32)
+        seen = [torch.as_tensor(number, device=args.device).float() for number in (self.loss, self.norms.step_images)]
+        seen = torch.stack(seen)
         if self.trainer.accelerator.num_processes > 1:
-            loss = self.trainer.accelerator.reduce(loss, reduction="mean")
-        values = torch.stack([loss, *(norm.to(loss) for norm in norms.values())]).tolist()  # one wait for the device
-        self.loss = 0.0
+            seen = self.trainer.accelerator.reduce(seen, reduction="mean")
+        loss, images, *values = torch.stack([*seen, *(norm.to(seen) for norm in norms.values())]).tolist()  # one wait
+        self.loss = self.norms.step_images = 0.0
         step = state.global_step + 1
-        self._check_loss(step, values[0], dict(zip(norms, values[1:], strict=True)))
-        for part, norm in zip(norms, values[1:], strict=True):
-            if norm == 0 and (part == "llm" or self.norms.images):
+        self._check_loss(step, loss, dict(zip(norms, values, strict=True)))
+        for part, norm in zip(norms, values, strict=True):
+            if norm == 0 and (part == "llm" or images):
                 self._warn(
                     f"zero gradient: {part}",
                     step,
@@ -122,8 +127,7 @@ class Monitor(TrainerCallback):
                     "that the loss depends on it.",
                 )
         rates = [group["lr"] for group in self.trainer.optimizer.param_groups if group.get("name") == "norm"]
-        self.gain_steps += bool(self.norms.images and rates and rates[0] > 0)
-        self.norms.images = False
+        self.gain_steps += bool(images and rates and rates[0] > 0)
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if self.gain_steps == GAIN_STEPS:
@@ -142,9 +146,9 @@ class Monitor(TrainerCallback):
         numbers: dict[str, float] = {}
         norm = trained_norm(self.trainer.model)
         if norm is not None:
-            numbers["gain"] = _whole(norm.weight).abs().mean().item()
+            numbers["gain"] = float32(norm.weight).abs().mean().item()
             if norm.bias is not None:
-                numbers["bias_norm"] = _whole(norm.bias).norm().item()
+                numbers["bias_norm"] = float32(norm.bias).norm().item()
         numbers |= self._token_numbers()
         gradients = self.trainer.gradient_norms
         numbers |= {f"gradient_norm_{part}": norm.item() for part, norm in gradients.items()}
@@ -219,7 +223,7 @@ class Monitor(TrainerCallback):
 
     def _gain(self) -> torch.Tensor | None:
         norm = trained_norm(self.trainer.model)
-        return None if norm is None or not norm.weight.requires_grad else _whole(norm.weight).clone()
+        return None if norm is None or not norm.weight.requires_grad else float32(norm.weight).clone()
 
     # The end
 
@@ -241,7 +245,7 @@ class Monitor(TrainerCallback):
             "model_type": trainer.model.config.model_type,
             "completed": completed,
             "steps": trainer.state.global_step,
-            "config": _changed_fields(trainer.args),
+            "recipe": {**trainer.recipe, **_changed_fields(trainer.args)},
             "groups": describe_groups(trainer.model, trainer.optimizer) if trainer.optimizer is not None else [],
             "alarms": self.alarms,
             "history": history,
@@ -252,17 +256,6 @@ class Monitor(TrainerCallback):
             write_curves(history, folder / "curves.png")
         except InputError as error:  # without matplotlib
             logger.warning("%s", error)
-
-
-def _whole(parameter: torch.Tensor) -> torch.Tensor:
-    """A parameter that FSDP or ZeRO may have sharded; every process must ask."""
-    if hasattr(parameter, "ds_id"):  # not run: ZeRO-3
-        from deepspeed.zero import GatheredParameters
-
-        with GatheredParameters(parameter):
-            return parameter.detach().clone()
-    parameter = parameter.detach()
-    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
 
 
 def _changed_fields(config: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import torch
 from datasets import Dataset
 from peft import PeftModel
 from torch import nn
+from torch.utils.data import Sampler
 from transformers import PreTrainedModel, TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import rotate_checkpoints
@@ -16,6 +17,7 @@ from trl import SFTTrainer
 
 from llava_norm_align.common.errors import CheckFailed, InputError
 from llava_norm_align.common.loading import first_line
+from llava_norm_align.data.sampler import ModalityLengthSampler
 from llava_norm_align.modeling import FAMILIES
 from llava_norm_align.trl_recipes import checkpoints, groups
 from llava_norm_align.trl_recipes.config import LlavaSFTConfig
@@ -41,10 +43,18 @@ class LlavaTrainer(SFTTrainer):
         )
         if kwargs.get("peft_config") is None and not isinstance(model, PeftModel):
             groups.freeze(model, args.trained_parts)
+        self.recipe: dict[str, Any] = {}  # fields of the script, for training.json
+        self.final_dtype: torch.dtype | None = None  # set at the end: what the finished model is stored in
+        self.saving_checkpoint = False
         self.termination = checkpoints.Termination()
         self.gradient_norms: dict[str, torch.Tensor] = {}  # of each part, before clipping
         super().__init__(model=model, args=args, **kwargs)
-        groups.restore_norms(self.model, norm_start)
+        if isinstance(self.model, PeftModel) and args.bf16 and not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            groups.in_float32(self.model)  # TRL makes what QLoRA trains bfloat16
+        if not self.is_deepspeed_enabled:  # which keeps float32 copies of its bfloat16 weights
+            groups.restore_norms(self.model, norm_start)
+        if self.accelerator.is_fsdp2:
+            groups.prepare_fsdp(self.accelerator.state.fsdp_plugin, self.model)
         groups.check_lora_targets(self.model)
         groups.run_tower_without_grad(self.model)
         self.monitor = Monitor(self)
@@ -76,8 +86,9 @@ class LlavaTrainer(SFTTrainer):
         finally:
             self.monitor.close()
 
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        loss = super().training_step(*args, **kwargs)
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.monitor.see_batch(inputs)
+        loss = super().training_step(model, inputs, *args, **kwargs)
         self.monitor.loss = self.monitor.loss + loss
         return loss
 
@@ -86,10 +97,20 @@ class LlavaTrainer(SFTTrainer):
             logs |= self.monitor.numbers()
         super().log(logs, start_time)
 
+    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
+        if not self.args.group_by_modality_length:
+            return super()._get_train_sampler(train_dataset)
+        args, rows = self.args, self.train_dataset
+        group = args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
+        has_image = [bool(images) for images in rows["images"]]
+        return ModalityLengthSampler(rows["words"], has_image, group, seed=args.data_seed or args.seed)
+
     # Parts
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
+            if self.accelerator.is_fsdp2:
+                groups.shard_norms(self.model, self.accelerator.state.fsdp_plugin)
             super().create_optimizer(model)  # two groups, decayed or not
             rates = self.args.part_learning_rates()
             groups.split_optimizer(self.optimizer, self.model if model is None else model, rates)
@@ -122,7 +143,11 @@ class LlavaTrainer(SFTTrainer):
         self.accelerator.wait_for_everyone()
         self.store_flos()
         with checkpoints.disk_errors(writing):
-            self.save_model(str(writing), _internal_call=True)
+            self.saving_checkpoint = True
+            try:
+                self.save_model(str(writing), _internal_call=True)
+            finally:
+                self.saving_checkpoint = False
             # To read an optimizer that has not stepped, FSDP2 makes it step, and Adam's first update is another one
             if not self.args.save_only_model and not (self.is_fsdp_enabled and step == 0):
                 self._save_optimizer_and_scheduler(str(writing))
@@ -161,9 +186,21 @@ class LlavaTrainer(SFTTrainer):
                     self.state.stateful_callbacks[name] = state
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        super()._save(output_dir, state_dict)
+        folder = Path(output_dir or self.args.output_dir)
+        if self.is_deepspeed_enabled:  # every process asks for the norm; under ZeRO-3 only the first has the rest
+            norm = groups.float32_norm(self.model)
+            state_dict = state_dict and {**state_dict, **norm}
+        if self.args.save_projector_only and self.saving_checkpoint:
+            checkpoints.save_projector_folder(folder, self.model, self.processing_class)
+        elif self.final_dtype is not None and not isinstance(self.model, PeftModel):
+            state_dict = self.model.state_dict() if state_dict is None else state_dict
+            super()._save(output_dir, checkpoints.rounded(state_dict, self.final_dtype))
+            checkpoints.name_dtype(folder, self.final_dtype)
+        else:
+            super()._save(output_dir, state_dict)
         if self.args.should_save:
-            checkpoints.complete_folder(Path(output_dir or self.args.output_dir), self.model.config)
+            with checkpoints.without_zero3(self.args):
+                checkpoints.complete_folder(folder, self.model.config)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if self.is_fsdp_enabled:  # in its own format, under the names in memory
@@ -178,8 +215,12 @@ class LlavaTrainer(SFTTrainer):
             self._load_exactly(Path(self.state.best_model_checkpoint))
 
     def _load_exactly(self, folder: Path) -> None:
-        adapter = isinstance(self.model, PeftModel)
-        (checkpoints.load_adapter_weights if adapter else checkpoints.load_weights)(self.model, folder)
+        if isinstance(self.model, PeftModel):
+            checkpoints.load_adapter_weights(self.model, folder)
+        elif (folder / checkpoints.PROJECTOR_FILE).is_file():
+            checkpoints.load_projector_exactly(self.model, folder)
+        else:
+            checkpoints.load_weights(self.model, folder)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         try:
@@ -224,11 +265,16 @@ class _SaveOnTermination(TrainerCallback):
             control.should_save = control.should_log = True
 
 
-def _check_model(model: Any) -> None:
-    config = getattr(model, "config", None)
-    family = getattr(config, "model_type", type(model).__name__).removesuffix("_norm_align")
+def check_family(model_type: str) -> None:
+    """InputError unless models of `model_type` can be trained."""
+    family = model_type.removesuffix("_norm_align")
     if family not in FAMILIES:
         raise InputError(f"{family} is no LLaVA; one of {', '.join(FAMILIES)} was expected, stock or norm-aligned.")
+
+
+def _check_model(model: Any) -> None:
+    config = getattr(model, "config", None)
+    check_family(getattr(config, "model_type", type(model).__name__))
     if any(parameter.dtype == torch.float16 for parameter in model.parameters()):
         raise InputError(
             "The model is in float16, in which the projector's gradients overflow. Load it with dtype=torch.bfloat16, "

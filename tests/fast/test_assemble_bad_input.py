@@ -88,7 +88,8 @@ def test_bad_projectors_and_targets_are_refused(tmp_path):
     file = tmp_path / "projector.safetensors"
     with pytest.raises(InputError, match="missing"):
         assemble(tmp_path / "llava", str(vision), str(text), file)
-    save_file({"linear_1.weight": torch.zeros(3, 3)}, file)
+    shapes = {"linear_1.weight": (3, 3), "linear_1.bias": (3,), "linear_2.weight": (3, 3), "linear_2.bias": (3,)}
+    save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, file)
     with pytest.raises(InputError, match=r"linear_1.weight.*\(3, 3\)"):
         assemble(tmp_path / "llava", str(vision), str(text), file)
     file.write_text("not safetensors")

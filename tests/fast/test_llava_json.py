@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from llava_norm_align.common.errors import InputError
-from llava_norm_align.data.llava_json import Row, Turn, as_conversation, as_messages, entries, read_llava_json
+from llava_norm_align.data.llava_json import Row, Turn, as_messages, entries, read_llava_json
 
 # the shapes of blip_laion_cc_sbu_558k.json, and of each part of llava_v1_5_mix665k.json
 PRETRAIN = {
@@ -105,40 +105,23 @@ def part(text):
 
 
 def test_conversations(tmp_path):
-    pretrain, coco, text, later = read(tmp_path, PRETRAIN, COCO, TEXT, LATER)
-    assert as_conversation(pretrain, stage=1) == {
-        "prompt": [{"role": "user", "content": [{"type": "image"}]}],
-        "completion": [{"role": "assistant", "content": [part(PRETRAIN["conversations"][1]["value"])]}],
-        "images": ["/images/00453/004539375.jpg"],
-    }
-    assert as_conversation(pretrain) == {
-        "prompt": [
-            {"role": "user", "content": [{"type": "image"}, part("Render a clear and concise summary of the photo.")]}
-        ],
-        "completion": [{"role": "assistant", "content": [part(PRETRAIN["conversations"][1]["value"])]}],
-        "images": ["/images/00453/004539375.jpg"],
-    }
-    assert as_conversation(coco) == {
-        "messages": [
-            {"role": "user", "content": [{"type": "image"}, part("What are the colors of the bus in the image?")]},
-            {"role": "assistant", "content": [part("The bus in the image is white and red.")]},
-            {"role": "user", "content": [part("Is it moving? ")]},
-            {"role": "assistant", "content": [part(" It stands still.")]},
-        ],
-        "images": ["/images/coco/train2017/000000033471.jpg"],
-    }
-    assert as_conversation(text) == {
-        "prompt": [{"role": "user", "content": [part("Who wrote it?")]}],
-        "completion": [{"role": "assistant", "content": [part("Nobody knows.")]}],
-        "images": [],
-    }
+    coco, text, later = read(tmp_path, COCO, TEXT, LATER)
+    assert as_messages(coco) == [
+        {"role": "user", "content": [{"type": "image"}, part("What are the colors of the bus in the image?")]},
+        {"role": "assistant", "content": [part("The bus in the image is white and red.")]},
+        {"role": "user", "content": [part("Is it moving? ")]},
+        {"role": "assistant", "content": [part(" It stands still.")]},
+    ]
+    assert as_messages(text) == [
+        {"role": "user", "content": [part("Who wrote it?")]},
+        {"role": "assistant", "content": [part("Nobody knows.")]},
+    ]
     assert [len(message["content"]) for message in as_messages(later)] == [1, 1, 2, 1]
 
 
-@pytest.mark.parametrize("entry", [COCO, TEXT])
-def test_stage_1_takes_one_image_and_one_answer(tmp_path, entry):
-    with pytest.raises(InputError, match=f"Row {entry['id']} cannot be used in stage 1"):
-        as_conversation(read(tmp_path, entry)[0], stage=1)
+def test_rows_can_be_left_out(tmp_path):
+    path = write(tmp_path, [COCO, {**TEXT, "conversations": 1}, TEXT])
+    assert [row.id for row in read_llava_json(path, "/images", skip={1})] == [COCO["id"], TEXT["id"]]
 
 
 def test_rows_come_before_the_first_bad_one(tmp_path):

@@ -174,3 +174,18 @@ def test_bos_is_added_where_the_tokenizer_adds_it():
     made.tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
     assert leading_bos(made) == "<s>"
     assert leading_bos(made, "<s>USER:") == ""
+
+
+@pytest.mark.parametrize("name", ["vicuna_v1", "smollm2"])
+def test_a_processor_keeps_the_template_without_marks(name):
+    marked = (templates.FOLDER / f"{name}.jinja").read_text()
+    plain = templates.without_marks(marked)
+    assert "generation %}" in marked and "generation %}" not in plain
+    turns = [
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": " What? "}]},
+        {"role": "assistant", "content": [{"type": "text", "text": " A cat. \n"}]},
+    ] * 2
+    processor = tiny.processor()
+    for messages, prompt in ((turns, False), (turns[:3], True)):
+        text, spans = templates.render(marked, processor, messages, prompt)
+        assert templates.render(plain, processor, messages, prompt) == (text, []) and spans

@@ -205,7 +205,7 @@ def test_the_result_files(tmp_path):
     result = json.loads((tmp_path / "norm_align/training.json").read_text())
     assert result["schema_version"] == 1 and result["versions"]["torch"] == torch.__version__
     assert (result["completed"], result["steps"], result["model_type"]) == (True, 4, "llava_norm_align")
-    assert result["config"]["projector_learning_rate"] == 2e-3
+    assert result["recipe"]["projector_learning_rate"] == 2e-3
     assert [entry["step"] for entry in result["history"] if "loss" in entry] == [1, 2, 3, 4]  # also those before
     rates = {entry["part"]: entry.get("learning_rate") for entry in result["groups"]}
     assert rates == {"llm": 1e-2, "projector": 2e-3, "norm": 1e-2, "vision": None}

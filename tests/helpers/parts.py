@@ -41,10 +41,12 @@ def write_vision(folder, tower="clip"):
     return folder
 
 
-def write_text(folder, family="llama", tied=False, vocabulary=64, shard="5GB", template=None, image_token=False):
+def write_text(
+    folder, family="llama", tied=False, vocabulary=64, shard="5GB", template=None, image_token=False, width=32
+):
     """A language model and a tokenizer of 16 words (17 with `<image>`)."""
     config = tiny.text_config(family, tied)
-    config.vocab_size = vocabulary
+    config.vocab_size, config.hidden_size, config.head_dim = vocabulary, width, width // 4
     model = tiny.randomize(AutoModelForCausalLM.from_config(config), seed=1)
     model.save_pretrained(folder, max_shard_size=shard)
     tokenizer = tiny.processor().tokenizer
