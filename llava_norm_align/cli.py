@@ -9,7 +9,7 @@ import transformers
 import typer
 
 from llava_norm_align import __version__
-from llava_norm_align.common.errors import InputError, missing_extra
+from llava_norm_align.common.errors import InputError
 from llava_norm_align.common.images import image_files, open_image
 from llava_norm_align.common.loading import load_config, load_model, load_processor, resolve_model
 from llava_norm_align.common.program import run_program
@@ -319,14 +319,10 @@ def check_data(
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def train(context: typer.Context) -> None:
-    """Train by a recipe: train RECIPE.yaml [--field value ...]; all fields with --help."""
-    try:
-        from llava_norm_align.trl_recipes.sft import run
-    except ImportError as error:
-        if error.name not in ("trl", "datasets", "peft"):
-            raise
-        raise missing_extra(error.name, "train", "Training (with transformers 5)") from None
-    run(context.args, typer.echo)
+    """Train by a recipe: train RECIPE.yaml [--field value ...]; recipes and fields with --help."""
+    from llava_norm_align.trl_recipes.train import train as run
+
+    run(*context.args, echo=typer.echo)
 
 
 @app.command()

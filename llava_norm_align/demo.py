@@ -1,8 +1,11 @@
 """The demo: a real small LLaVA measured, converted, trained and asked."""
 
+import json
 import random
 import time
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,6 @@ from llava_norm_align.common.loading import load_model, load_processor
 from llava_norm_align.common.results import FOLDER, provenance, weights_sha256, write_json
 from llava_norm_align.common.samples import sample_photos
 from llava_norm_align.conversion.convert import convert
-from llava_norm_align.conversion.files import copy_small_files
 from llava_norm_align.conversion.micro import cached_micro
 from llava_norm_align.data.easy_vqa import Row, load_questions
 from llava_norm_align.diagnosis.describe import verdict_sentence
@@ -22,10 +24,10 @@ from llava_norm_align.diagnosis.diagnose import diagnose_model
 from llava_norm_align.diagnosis.files import write_diagnosis
 from llava_norm_align.evaluation.answer import answer
 from llava_norm_align.evaluation.exact_match import exact_match
-from llava_norm_align.trl_recipes.projector import train_projector
+from llava_norm_align.trl_recipes.train import import_training, train
 
 STOCK, CONVERTED, TRAINED = "stock", "converted", " + training"
-LEARNING_RATE = 1e-3  # LLaVA-1.5's first stage
+RECIPE = "micro_stage1"  # as LLaVA-1.5's first stage
 DIAGNOSED = 32  # pictures
 DIAGNOSIS = "diagnosis"  # folder of the plots
 
@@ -35,12 +37,12 @@ def run(
 ) -> list[dict[str, Any]]:
     """Run the demo into the folder `target`; returns the rows of its table. `echo` gets every line for the user."""
     check_target(target, overwrite)
+    import_training()  # minutes before it starts
     coffee = next(path for path in sample_photos("The demo") if path.stem == "coffee")
     started = time.perf_counter()
     echo("[1/6] micro-LLaVA: SmolLM2-135M-Instruct and a DINOv2-S with a trained projector")
     stock = cached_micro(wheels)
     test = sample(load_questions("test"), questions)
-    train = load_questions("train")
     rows: dict[str, dict[str, Any]] = {}
 
     with new_folder(target, overwrite) as folder:
@@ -59,14 +61,13 @@ def run(
         write_diagnosis(before, folder / DIAGNOSIS / STOCK)
         write_diagnosis(after, folder / DIAGNOSIS / CONVERTED, other=before)
 
-        for number, name in enumerate((STOCK, CONVERTED), start=4):
-            echo(f"[{number}/6] Train the projector for {steps} steps, {name}")
-            result = train_projector(models[name], processor, train, steps=steps, learning_rate=LEARNING_RATE)
-            row, diagnosis = measure(name + TRAINED, models[name], processor, test)
-            rows[name + TRAINED] = row | {"training_seconds": result["seconds"]}
+        for number, (name, untrained) in enumerate({STOCK: stock, CONVERTED: folder / CONVERTED}.items(), start=4):
+            echo(f"[{number}/6] Train the projector for {steps} steps, {name}: the recipe {RECIPE}")
             trained = folder / f"{name}-trained"
-            models[name].save_pretrained(trained)
-            copy_small_files(stock, trained)  # the processor's files, which a newer transformers would save anew
+            seconds = train_briefly(untrained, trained, steps)
+            models[name] = load_model(trained)
+            row, diagnosis = measure(name + TRAINED, models[name], processor, test)
+            rows[name + TRAINED] = row | {"training_seconds": seconds}
             diagnosis["model"]["weights_sha256"] = weights_sha256(trained)
             write_diagnosis(diagnosis, trained / FOLDER)
             echo(describe_norms(diagnosis))
@@ -90,6 +91,15 @@ def run(
     echo(f"Done in {time.perf_counter() - started:.0f} s. Ask one yourself:")
     echo(f'    llava-norm-align ask {target / (CONVERTED + "-trained")} {test[0].image} "{test[0].question}"')
     return ordered
+
+
+def train_briefly(model: Path, target: Path, steps: int) -> float:
+    """Train `model` by the recipe, its own projector to start with; returns the seconds of the training alone."""
+    options = ("--fresh_projector", False, "--max_steps", steps, "--save_strategy", "no")
+    with redirect_stdout(StringIO()):  # the numbers of each step, which are in training.json too
+        train(RECIPE, "--model_name_or_path", model, "--output_dir", target, *options, echo=lambda line: None)
+    history = json.loads((target / FOLDER / "training.json").read_text(encoding="utf-8"))["history"]
+    return next(entry["train_runtime"] for entry in history if "train_runtime" in entry)
 
 
 def sample(rows: Sequence[Row], count: int) -> list[Row]:

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 import yaml
 from transformers import HfArgumentParser
+from trl import SFTConfig
 
 from llava_norm_align.common.errors import InputError, missing_extra
 from llava_norm_align.trl_recipes.config import LlavaSFTConfig
@@ -128,6 +129,30 @@ def parse(arguments: Sequence[str]) -> tuple[ScriptArguments, LlavaSFTConfig]:
         raise InputError(f"{left[0]!r} belongs to no field. Write --field value, with one value for most fields.")
     check_together(script, config)
     return script, config
+
+
+def usage() -> str:
+    """The recipes, and the fields that are not TRL's or have another default there."""
+    theirs = {f.name: f.default for f in dataclasses.fields(SFTConfig)}
+    own = [f for f in dataclasses.fields(ScriptArguments)]
+    own += [f for f in dataclasses.fields(LlavaSFTConfig) if f.name not in theirs or f.default != theirs[f.name]]
+    lines = [
+        "usage: train RECIPE.yaml [--field value ...]",
+        "",
+        f"Recipes, in {RECIPES}:",
+        *(f"  {name:14}{_first_line(RECIPES / f'{name}.yaml')}" for name in recipe_names()),
+        "",
+        "Fields of a recipe or of the command line, besides those of TRL's SFTConfig and of transformers'",
+        "TrainingArguments (learning_rate, max_steps, save_steps, report_to, push_to_hub, ...):",
+    ]
+    for f in own:
+        default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+        lines.append(f"  --{f.name} ({json.dumps(default)}): {f.metadata['help']}")
+    return "\n".join(lines)
+
+
+def _first_line(path: Path) -> str:
+    return path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
 
 
 def recipe_names() -> list[str]:

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from torch import nn
-from transformers import PreTrainedModel, ProcessorMixin, TrainingArguments
+from transformers import PreTrainedModel, ProcessorMixin
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 from llava_norm_align.common.errors import InputError
@@ -224,17 +225,16 @@ def complete_folder(folder: Path, config: Any) -> None:
 
 
 @contextmanager
-def without_zero3(args: TrainingArguments) -> Iterator[None]:
+def without_zero3(state: AcceleratorState) -> Iterator[None]:
     """In the block, a model is built by this process alone; under ZeRO-3, transformers lets it wait for the others."""
-    config = getattr(args, "hf_deepspeed_config", None)
-    if config is None:
+    if state.deepspeed_plugin is None:
         yield
         return
     unset_hf_deepspeed_config()
     try:
         yield
     finally:
-        set_hf_deepspeed_config(config)
+        set_hf_deepspeed_config(state.deepspeed_plugin.hf_ds_config)
 
 
 @contextmanager

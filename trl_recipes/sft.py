@@ -30,7 +30,7 @@ from llava_norm_align.conversion.projector_file import load_projector
 from llava_norm_align.data.images import with_square_images
 from llava_norm_align.data.templates import training_template, without_marks
 from llava_norm_align.trl_recipes import checkpoints
-from llava_norm_align.trl_recipes.arguments import TRAIN_DTYPES, ScriptArguments, parse
+from llava_norm_align.trl_recipes.arguments import TRAIN_DTYPES, ScriptArguments, parse, usage
 from llava_norm_align.trl_recipes.collator import PLAIN, LlavaCollator
 from llava_norm_align.trl_recipes.config import LlavaSFTConfig
 from llava_norm_align.trl_recipes.first_screen import FirstScreen
@@ -42,11 +42,16 @@ from llava_norm_align.trl_recipes.trainer import LlavaTrainer, check_family
 MICRO = "micro"  # as model_name_or_path: micro-LLaVA from the user's cache, built if it is not there
 
 
-def run(arguments: Sequence[str], echo: Callable[[str], None] = print) -> Path:
+def run(arguments: Sequence[str], echo: Callable[[str], None] = print) -> Path | None:
     """Train as `arguments` say (`RECIPE.yaml [--field value ...]`); returns the folder of the finished model.
+
+    With --help among them, recipes and fields are told and nothing else is done.
 
     InputError for bad input, CheckFailed if the training cannot go on; checkpoints that were saved stay.
     """
+    if {"--help", "-h"} & set(arguments):
+        echo(usage())
+        return None
     script, config = parse(arguments)
     if not PartialState().is_main_process:
         echo = _silent

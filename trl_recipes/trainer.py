@@ -53,6 +53,8 @@ class LlavaTrainer(SFTTrainer):
             groups.in_float32(self.model)  # TRL makes what QLoRA trains bfloat16
         if not self.is_deepspeed_enabled:  # which keeps float32 copies of its bfloat16 weights
             groups.restore_norms(self.model, norm_start)
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:  # their checkpoints hold all weights anyway
+            args.save_projector_only = False
         if self.accelerator.is_fsdp2:
             groups.prepare_fsdp(self.accelerator.state.fsdp_plugin, self.model)
         groups.check_lora_targets(self.model)
@@ -191,15 +193,17 @@ class LlavaTrainer(SFTTrainer):
             norm = groups.float32_norm(self.model)
             state_dict = state_dict and {**state_dict, **norm}
         if self.args.save_projector_only and self.saving_checkpoint:
-            checkpoints.save_projector_folder(folder, self.model, self.processing_class)
+            if self.args.should_save:
+                checkpoints.save_projector_folder(folder, self.model, self.processing_class)
         elif self.final_dtype is not None and not isinstance(self.model, PeftModel):
             state_dict = self.model.state_dict() if state_dict is None else state_dict
             super()._save(output_dir, checkpoints.rounded(state_dict, self.final_dtype))
-            checkpoints.name_dtype(folder, self.final_dtype)
+            if self.args.should_save:
+                checkpoints.name_dtype(folder, self.final_dtype)
         else:
             super()._save(output_dir, state_dict)
         if self.args.should_save:
-            with checkpoints.without_zero3(self.args):
+            with checkpoints.without_zero3(self.accelerator.state):
                 checkpoints.complete_folder(folder, self.model.config)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:

@@ -267,12 +267,12 @@ def test_the_estimate(tmp_path, ends, a_step, words):
     assert re.search(words, found(made.lines, "time"))
 
 
-def test_what_is_done_between_steps_is_not_a_steps_time(tmp_path):
-    run = trainer(
-        norm_aligned(), tmp_path, save_strategy="no", max_steps=2, eval_dataset=rows(2), eval_strategy="steps",
-        eval_steps=1,
-    )  # fmt: skip
-    made = timed(run, (0, 1, 2, 50, 51))  # the evaluation ends at 50
+@pytest.mark.parametrize("kind", ["evaluation", "save"])
+def test_what_is_done_between_steps_is_not_a_steps_time(tmp_path, kind):
+    evaluated = dict(save_strategy="no", eval_dataset=rows(2), eval_strategy="steps", eval_steps=1)
+    saved = dict(save_steps=1, trained_parts=["projector", "norm"], save_projector_only=True)
+    run = trainer(norm_aligned(), tmp_path, max_steps=2, **(evaluated if kind == "evaluation" else saved))
+    made = timed(run, (0, 1, 2, 50, 51))  # it ends at 50
     run.train()
     assert [step["seconds"] for step in made.result["timed"]] == [1, 1]
 
