@@ -187,15 +187,17 @@ def load_projector(model: nn.Module, file: Path) -> list[str]:
     return notes
 
 
-def save_projector(model: nn.Module, file: Path, metadata: Mapping[str, str] | None = None) -> None:
+def save_projector(
+    model: nn.Module, file: Path, metadata: Mapping[str, str] | None = None, dtype: torch.dtype | None = None
+) -> None:
     """Write the projector of a LLaVA, and the norm after it, as a safetensors file, under llava-hf's names.
 
-    Of a model in PEFT the trained copy is written. The norm is float32; its type and its start stand in the metadata.
-    The file is written beside `file` and renamed.
+    Of a model in PEFT the trained copy is written. `dtype`: None leaves the model's. The norm is float32; its
+    type and its start stand in the metadata. The file is written beside `file` and renamed.
     """
     tensors = _tensors(model)
     content = {
-        name if name == NEWLINE else PROJECTOR + name: tensor.detach().float() if name in norm_of(tensors) else tensor
+        name if name == NEWLINE else PROJECTOR + name: tensor.to(torch.float32 if name in norm_of(tensors) else dtype)
         for name, tensor in tensors.items()
     }
     content = {name: tensor.detach().contiguous().cpu() for name, tensor in content.items()}

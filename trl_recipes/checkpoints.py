@@ -30,9 +30,8 @@ from llava_norm_align.common.folders import FULL
 from llava_norm_align.common.loading import first_line
 from llava_norm_align.common.results import FOLDER, provenance, write_json
 from llava_norm_align.common.weights import read_header, read_json, read_weights
-from llava_norm_align.conversion.assemble import PROJECTOR
 from llava_norm_align.conversion.processor_fields import complete_processor_files, make_tokenizer_portable
-from llava_norm_align.conversion.projector_file import save_projector
+from llava_norm_align.conversion.projector_file import load_projector, save_projector
 from llava_norm_align.modeling.modeling_llava_norm_align import check_loading_info
 
 logger = logging.getLogger(__name__)
@@ -41,6 +40,10 @@ STATE_FILE = "trainer_state.json"  # written last
 START_FILE = f"{FOLDER}/start.json"
 ADAPTER_FILE = "adapter_model.safetensors"
 PROJECTOR_FILE = "projector.safetensors"
+RESUME_FILES = [  # what only a resumed run reads
+    STATE_FILE, START_FILE, "optimizer*", "scheduler.pt", "rng_state*", "scaler.pt", "global_step*", "latest",
+    "zero_to_fp32.py", "pytorch_model_fsdp*",
+]  # fmt: skip
 SAMPLE = 64  # values of each tensor that tell a model
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -160,17 +163,11 @@ def load_adapter_weights(model: nn.Module, folder: Path) -> None:
         _check_exact(here[name], tensor, name, folder)
 
 
-@torch.no_grad()
 def load_projector_exactly(model: PreTrainedModel, folder: Path) -> None:
     """Give `model` exactly the projector and norm in `folder`, which holds nothing else of a model."""
-    tensors = load_file(folder / PROJECTOR_FILE)
-    here = model.model.multi_modal_projector.state_dict(prefix=PROJECTOR)
-    if set(tensors) != set(here):
-        differing = min(set(tensors) ^ set(here))
-        raise InputError(f"{folder} is of another model: only one of the two has {differing}. Resume with its own.")
-    for name, tensor in tensors.items():
-        here[name].copy_(tensor)
-        _check_exact(here[name], tensor, name, folder)
+    notes = load_projector(model, folder / PROJECTOR_FILE)
+    if notes:  # something is missing, or rounded
+        raise InputError(f"{folder} cannot be resumed from: {notes[0]}. Resume with the model that it started from.")
 
 
 def save_projector_folder(folder: Path, model: PreTrainedModel, processor: ProcessorMixin) -> None:

@@ -16,17 +16,15 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel
 from transformers import PreTrainedModel
 
 from llava_norm_align.common.errors import InputError
 from llava_norm_align.common.loading import check_vision_language, load_model, load_processor, resolve_model
 from llava_norm_align.common.program import run_program
 from llava_norm_align.common.results import FOLDER
-from llava_norm_align.common.weights import read_weights, write_renamed
-from llava_norm_align.conversion.assemble import PROJECTOR
 from llava_norm_align.conversion.micro import cached_micro
-from llava_norm_align.conversion.projector_file import load_projector
+from llava_norm_align.conversion.projector_file import load_projector, save_projector
 from llava_norm_align.data.images import with_square_images
 from llava_norm_align.data.templates import training_template, without_marks
 from llava_norm_align.trl_recipes import checkpoints
@@ -184,13 +182,9 @@ def finish(trainer: LlavaTrainer, source: Path) -> None:
         calibration = source / FOLDER / "calibration.json"
         if calibration.is_file():
             shutil.copyfile(calibration, folder / FOLDER / calibration.name)
-        if set(trainer.args.trained_parts) <= {"projector", "norm"} and not (folder / "adapter_config.json").exists():
-            tensors = read_weights(folder).tensors
-            projector = [(tensor_name, tensors[tensor_name]) for tensor_name in tensors if PROJECTOR in tensor_name]
-            write_renamed(
-                folder / checkpoints.PROJECTOR_FILE,
-                [(PROJECTOR + tensor_name.rpartition(PROJECTOR)[2], tensor) for tensor_name, tensor in projector],
-            )
+        alone = set(trainer.args.trained_parts) <= {"projector", "norm"} and not isinstance(trainer.model, PeftModel)
+        if alone and not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
+            save_projector(trainer.model, folder / checkpoints.PROJECTOR_FILE, dtype=trainer.final_dtype)
     if trainer.args.push_to_hub:
         trainer.push_to_hub()
 

@@ -2,17 +2,21 @@
 
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
+from huggingface_hub import HfApi
 from peft import PeftModel
 from torch import nn
 from torch.utils.data import Sampler
 from transformers import PreTrainedModel, TrainerCallback, TrainerState
+from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import rotate_checkpoints
+from transformers.trainer_utils import HubStrategy, rotate_checkpoints
+from transformers.utils import PushInProgress
 from trl import SFTTrainer
 
 from llava_norm_align.common.errors import CheckFailed, InputError
@@ -203,8 +207,49 @@ class LlavaTrainer(SFTTrainer):
         else:
             super()._save(output_dir, state_dict)
         if self.args.should_save:
+            (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)  # a pickle that names this machine's folders
             with checkpoints.without_zero3(self.accelerator.state):
                 checkpoints.complete_folder(folder, self.model.config)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Push a checkpoint without what only a resumed run needs, so that it loads from the Hub.
+
+        transformers pushes output_dir, without the model's code, and with its arguments in a pickle.
+        """
+        if not self.is_world_process_zero() or self.args.hub_strategy == HubStrategy.END:
+            return
+        running = self.push_in_progress is not None and not self.push_in_progress.is_done()
+        if running and not self.args.hub_always_push:
+            return
+        self._finish_current_push()
+        view = Path(self.args.output_dir, "_push")  # links that stay when the checkpoint is rotated away
+        shutil.rmtree(view, ignore_errors=True)
+        shutil.copytree(checkpoint_folder, view, copy_function=os.link)
+        push = partial(
+            HfApi(token=self.args.hub_token).upload_folder,
+            repo_id=self.hub_model_id,
+            revision=self.args.hub_revision,
+            folder_path=view,
+            run_as_future=True,
+        )
+        message = f"Training in progress, step {self.state.global_step}"
+        jobs = [push(commit_message=message, ignore_patterns=checkpoints.RESUME_FILES)]
+        if self.args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
+            last = self.args.hub_strategy == HubStrategy.CHECKPOINT
+            name = "last-checkpoint" if last else Path(checkpoint_folder).name
+            jobs.append(push(commit_message=f"{message}, checkpoint", path_in_repo=name))
+        self.push_in_progress = PushInProgress(jobs)
+
+    def _finish_current_push(self) -> None:
+        super()._finish_current_push()
+        if self.is_world_process_zero():
+            shutil.rmtree(Path(self.args.output_dir, "_push"), ignore_errors=True)
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        if self.is_world_process_zero():
+            for cut in Path(self.args.output_dir).glob("tmp-checkpoint-*"):  # what a killed run left
+                shutil.rmtree(cut)
+        return super().push_to_hub(*args, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if self.is_fsdp_enabled:  # in its own format, under the names in memory
