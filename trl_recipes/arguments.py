@@ -5,7 +5,6 @@ import difflib
 import importlib.util
 import json
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -219,12 +218,6 @@ def check_together(script: ScriptArguments, config: LlavaSFTConfig) -> None:
         what = "LoRA adapters are" if script.use_peft else f"{', '.join(config.trained_parts)} are"
         raise InputError(
             f"save_projector_only is true, but {what} trained, which its checkpoints would lose. Set it to false."
-        )
-    sharded = config.deepspeed_plugin is not None or os.environ.get("ACCELERATE_USE_FSDP") == "true" or config.fsdp
-    if config.save_projector_only and sharded:
-        raise InputError(
-            "save_projector_only is true, but FSDP and DeepSpeed save checkpoints in their own way. Set it to false, "
-            "or train on several devices with DDP: the projector alone needs no sharding."
         )
     if config.group_by_modality_length and script.dataset_name is not None:
         raise InputError(

@@ -278,10 +278,11 @@ def test_what_is_done_between_steps_is_not_a_steps_time(tmp_path, kind):
 
 
 def test_a_run_of_one_step_is_estimated_from_it(tmp_path):
-    run = trainer(norm_aligned(), tmp_path, save_strategy="no", max_steps=1)
+    run = trainer(norm_aligned(), tmp_path, save_strategy="no", max_steps=1, trained_parts=["vision"])
     made = timed(run, (0, 4))
     run.train()
     assert found(made.lines, "time").endswith("1 step in about 4.00 s at 4.00 s a step")
+    assert made.result["tower_without_grad"] is False  # it is trained
 
 
 def test_a_run_that_ends_early_is_not_estimated(tmp_path):

@@ -18,7 +18,7 @@ warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*")  # PE
 import tiny  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
-from transformers import AutoProcessor  # noqa: E402
+from transformers import AutoProcessor, AutoTokenizer  # noqa: E402
 from transformers.dynamic_module_utils import get_class_from_dynamic_module  # noqa: E402
 
 CONFIG_FIELDS = (
@@ -123,6 +123,15 @@ def answer(task):
     with torch.no_grad():
         torch.save(model.eval()(**torch.load(task["inputs"])).logits, task["out"])
     return {"class": type(model).__name__, "missing": sorted(info["missing_keys"])}
+
+
+def tokenize(task):
+    """What the tokenizer makes of some texts, and its chat template of a question."""
+    tokenizer = AutoTokenizer.from_pretrained(task["folder"])
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "what is a cat"}], tokenize=False, add_generation_prompt=True
+    )
+    return {"ids": [tokenizer(text).input_ids for text in task["texts"]], "prompt": prompt}
 
 
 def check(task):
