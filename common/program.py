@@ -28,6 +28,9 @@ def run_program(work: Callable[[], Any]) -> NoReturn:
     try:
         work()
         code = 0
+    except KeyboardInterrupt:
+        print("Interrupted", file=sys.stderr)
+        code = 130
     except NormAlignError as error:
         if debug:
             raise

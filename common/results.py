@@ -28,8 +28,22 @@ def provenance() -> dict[str, Any]:
             "torch": torch.__version__,
             "python": platform.python_version(),
         },
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": " ".join([Path(sys.argv[0]).name, *without_secrets(sys.argv[1:])]),
     }
+
+
+def without_secrets(arguments: list[str]) -> list[str]:
+    """Arguments of a command, with `...` in place of the value of an option whose name has "token" or "key" in it."""
+    shown, hidden = [], False
+    for argument in arguments:
+        name, equals, _ = argument.partition("=")
+        secret = name.startswith("--") and {"token", "key"} & set(re.split("[-_]", name.lstrip("-")))
+        if hidden and not argument.startswith("--"):
+            shown.append("...")
+        else:
+            shown.append(f"{name}=..." if secret and equals else argument)
+        hidden = bool(secret) and not equals
+    return shown
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -13,9 +13,11 @@ from typing import Any, NoReturn
 import torch
 import yaml
 from transformers import HfArgumentParser
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from trl import SFTConfig
 
 from llava_norm_align.common.errors import InputError, missing_extra
+from llava_norm_align.common.loading import first_line
 from llava_norm_align.trl_recipes.config import LlavaSFTConfig
 
 RECIPES = Path(__file__).with_name("recipes")
@@ -96,6 +98,13 @@ class ScriptArguments:
             raise InputError("projector and fresh_projector exclude each other: a trained one, or a new one.")
         if self.load_in_4bit and not self.use_peft:
             raise InputError("load_in_4bit is true, but weights in 4 bits cannot be trained. Set use_peft: true, too.")
+        if self.lora_r < 1 or not 0 <= self.lora_dropout < 1:
+            raise InputError(
+                f"lora_r is {self.lora_r} and lora_dropout {self.lora_dropout}, but a rank of 1 or more and a share "
+                "of 0 to below 1 were expected. Correct them."
+            )
+        if self.dry_run and self.resume:
+            raise InputError("--dry_run starts anew and keeps nothing, so --resume has no use with it. Leave one out.")
         if self.resume and self.overwrite:
             raise InputError("--resume keeps what is in output_dir, and --overwrite replaces it. Leave one out.")
 
@@ -128,6 +137,21 @@ def parse(arguments: Sequence[str]) -> tuple[ScriptArguments, LlavaSFTConfig]:
         raise InputError(f"{left[0]!r} belongs to no field. Write --field value, with one value for most fields.")
     check_together(script, config)
     return script, config
+
+
+def _check_reports(names: Sequence[str]) -> None:
+    """InputError unless what report_to names is known and installed."""
+    for name in names:
+        if name not in INTEGRATION_TO_CALLBACK:
+            known = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
+            raise InputError(f"report_to names {name!r}; none, or of {known}, was expected. Correct it.")
+        try:
+            INTEGRATION_TO_CALLBACK[name]()
+        except (RuntimeError, ImportError) as error:
+            raise InputError(
+                f"report_to is {name}, which cannot be used here: {first_line(error)} Install it, or set report_to: "
+                "none."
+            ) from None
 
 
 def usage() -> str:
@@ -173,12 +197,23 @@ def find_recipe(recipe: str) -> Path:
 def read_recipe(path: Path) -> dict[str, Any]:
     """The fields of a recipe. InputError unless it is a YAML mapping."""
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise InputError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
         raise InputError(f"{path} holds no fields. Lines of the form `field: value` were expected.")
     return content
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which a field may stand once."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[str, Any]:
+        names = [key.value for key, _ in node.value]
+        twice = next((key for key, _ in node.value if names.count(key.value) > 1), None)
+        if twice is not None:
+            raise yaml.YAMLError(f"the field {twice.value} stands twice, last in line {twice.start_mark.line + 1}.")
+        return super().construct_mapping(node, deep)
 
 
 class _Parser(HfArgumentParser):
@@ -214,6 +249,15 @@ def check_together(script: ScriptArguments, config: LlavaSFTConfig) -> None:
             "dtype is bfloat16, but bf16 is false, so float32 weights would meet bfloat16 ones. Set bf16: true, or "
             "dtype: float32."
         )
+    if config.resume_from_checkpoint:
+        raise InputError("resume_from_checkpoint is set, but train resumes with --resume, from output_dir. Use that.")
+    if config.packing or config.padding_free:
+        raise InputError("packing and padding_free join rows, which TRL cannot do with images. Leave them out.")
+    if str(getattr(config.eval_strategy, "value", config.eval_strategy)) != "no":
+        raise InputError(
+            "eval_strategy is set, but train has no rows to evaluate on. Leave it out, and test the finished model."
+        )
+    _check_reports(config.report_to)
     if config.save_projector_only and (script.use_peft or not set(config.trained_parts) <= {"projector", "norm"}):
         what = "LoRA adapters are" if script.use_peft else f"{', '.join(config.trained_parts)} are"
         raise InputError(

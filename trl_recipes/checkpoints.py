@@ -44,6 +44,10 @@ RESUME_FILES = [  # what only a resumed run reads
     STATE_FILE, START_FILE, "optimizer*", "scheduler.pt", "rng_state*", "scaler.pt", "global_step*", "latest",
     "zero_to_fp32.py", "pytorch_model_fsdp*",
 ]  # fmt: skip
+# fields that a resumed run may change: where and how long, not what is computed in a step
+FREE_FIELDS = ("output_dir", "max_steps", "num_train_epochs", "report_to", "run_name", "disable_tqdm", "push_to_hub")
+FREE_FIELDS += ("model_name_or_path", "image_folder", "resume", "overwrite", "norm_ratio_band", "use_cpu", "project")
+FREE_PREFIXES = ("save_", "logging_", "hub_", "log_", "dataloader_", "trackio_", "eval_", "ddp_")
 SAMPLE = 64  # values of each tensor that tell a model
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -210,9 +214,26 @@ def _check_exact(here: torch.Tensor, stored: torch.Tensor, name: str, folder: Pa
         )
 
 
-def write_start(folder: Path, model: nn.Module, start: str) -> None:
-    """Write which model the training started from."""
-    write_json(folder / START_FILE, {**provenance(), "model": model.config._name_or_path, "weights": start})
+def write_start(folder: Path, model: nn.Module, start: str, recipe: dict[str, Any]) -> None:
+    """Write which model the training started from, and how it is trained."""
+    name = model.config._name_or_path
+    write_json(folder / START_FILE, {**provenance(), "model": name, "weights": start, "recipe": recipe})
+
+
+def check_same_recipe(folder: Path, recipe: dict[str, Any]) -> None:
+    """InputError if the checkpoint's training had another value of a field that changes what is computed."""
+    if not (folder / START_FILE).is_file():
+        return
+    before = read_json(folder / START_FILE, "what a checkpoint's training started from").get("recipe", {})
+    for name in sorted(set(before) | set(recipe)):
+        if name in FREE_FIELDS or name.startswith(FREE_PREFIXES) or before.get(name) == recipe.get(name):
+            continue
+        values = before.get(name), getattr(recipe.get(name), "value", recipe.get(name))  # an enumeration's
+        was, now = ("the default" if value is None else value for value in values)
+        raise InputError(
+            f"{name} was {was} in the training of {folder}, but is {now} now. A training goes on as it began: pass "
+            "the same value, or train into another output_dir."
+        )
 
 
 def complete_folder(folder: Path, config: Any) -> None:

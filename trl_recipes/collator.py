@@ -10,6 +10,7 @@ from transformers import BatchFeature, ProcessorMixin
 
 from llava_norm_align.common.errors import InputError, missing_extra
 from llava_norm_align.common.images import open_image
+from llava_norm_align.common.loading import first_line
 from llava_norm_align.data.llava_json import Row, as_messages
 from llava_norm_align.data.templates import leading_bos, render
 
@@ -71,7 +72,14 @@ class LlavaCollator:
             for example in examples
         ]
         blank = self.image_in_every_batch and not any(row["images"] for row in rows)
-        batch = self.collate([self._plain(row) if self.plain else row for row in rows + [_blank_row()] * blank])
+        whole = [self._plain(row) if self.plain else row for row in rows + [_blank_row()] * blank]
+        try:
+            batch = self.collate(whole)
+        except ValueError as error:  # such as a literal image token in a text
+            names = "; ".join(_name(row) for row in rows[:8])
+            raise InputError(
+                f"No batch can be made of these rows ({first_line(error)}): {names}. Correct them, or leave them out."
+            ) from error
         if blank:
             batch["labels"][-1] = IGNORED
         self._check(batch, rows)

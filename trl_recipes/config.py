@@ -1,5 +1,7 @@
 """The fields of a LLaVA training: TRL's, with LLaVA's defaults, and what belongs to the projector's norm."""
 
+import dataclasses
+import math
 import os
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +11,18 @@ from trl import SFTConfig
 
 from llava_norm_align.common.errors import InputError
 from llava_norm_align.trl_recipes.groups import PARTS
+
+NUMBERS = (
+    ("per_device_train_batch_size", lambda value: value >= 1, "1 row or more"),
+    ("gradient_accumulation_steps", lambda value: value >= 1, "1 or more"),
+    ("dataloader_num_workers", lambda value: value >= 0, "0 or more processes"),
+    ("learning_rate", lambda value: 0 <= value < math.inf, "0 or more"),
+    ("weight_decay", lambda value: 0 <= value < math.inf, "0 or more"),
+    ("warmup_steps", lambda value: 0 <= value < math.inf, "0 or more"),
+    ("max_grad_norm", lambda value: 0 <= value < math.inf, "0 (no clipping) or more"),
+    ("max_steps", lambda value: value == -1 or value >= 1, "1 or more, or -1 for num_train_epochs,"),
+    ("num_train_epochs", lambda value: 0 < value < math.inf, "more than 0"),
+)
 
 
 @dataclass
@@ -61,7 +75,11 @@ class LlavaSFTConfig(SFTConfig):
                 "fp16 is true, but the projector's gradients overflow in float16 within a few steps. "
                 "Set bf16: true and leave out fp16."
             )
-        unknown = [part for part in self.trained_parts if part not in PARTS]
+        for name, fits, expected in NUMBERS:
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or not fits(value):
+                raise InputError(f"{name} is {value}, but {expected} was expected. Correct it, or leave it out.")
+        unknown = [part for part in self.trained_parts or () if part not in PARTS]
         if unknown or not self.trained_parts:
             found = repr(unknown[0]) if unknown else "nothing"
             raise InputError(f"trained_parts names {found}; one or more of {', '.join(PARTS)} were expected.")
@@ -81,6 +99,7 @@ class LlavaSFTConfig(SFTConfig):
             raise InputError(
                 f"norm_ratio_band is {self.norm_ratio_band}; two positive numbers, low and high, were expected."
             )
+        self.dataloader_num_workers = min(self.dataloader_num_workers, os.cpu_count() or 1)  # more would only wait
         if not torch.cuda.is_available():
             self.tf32 = None  # it is a mode of NVIDIA's GPUs
         if not torch.accelerator.is_available():
@@ -95,3 +114,16 @@ class LlavaSFTConfig(SFTConfig):
             "vision": self.vision_learning_rate,
         }
         return {part: self.learning_rate if own.get(part) is None else own[part] for part in PARTS}
+
+
+def changed_fields(config: Any) -> dict[str, Any]:
+    """The fields of a dataclass that do not have their default; secrets are left out."""
+    changed = {}
+    for f in dataclasses.fields(config):
+        if not f.init or "token" in f.name.split("_") or f.name.startswith("gradient_checkpointing"):
+            continue  # the last is an old name of activation_checkpointing
+        default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+        value = getattr(config, f.name)
+        if value != default and isinstance(value, (int, float, str, list, tuple)):
+            changed[f.name] = value
+    return changed

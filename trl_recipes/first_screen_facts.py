@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from llava_norm_align.common.errors import InputError
 from llava_norm_align.trl_recipes.collator import IGNORED
 from llava_norm_align.trl_recipes.first_screen_text import mark_supervised
-from llava_norm_align.trl_recipes.groups import PARTS, describe_groups, float32, part_of, trained_norm
+from llava_norm_align.trl_recipes.groups import describe_groups, float32, trained_norm
 
 ADAM_STATE = 8  # bytes a trained parameter: two float32 averages
 ZERO_STATE = 12  # and the float32 weights, which ZeRO keeps with them
@@ -26,7 +26,7 @@ def read_back(trainer: Any, loader: Any) -> dict[str, Any]:
     """All that is known before the first batch. With sharded weights, every process must ask."""
     model, accelerator = trainer.model, trainer.accelerator
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    groups = group_rows(trainer)
+    groups = describe_groups(trainer.model, trainer.optimizer)
     return {
         "model": base.config._name_or_path,
         "class": type(base).__name__.removeprefix("FSDP"),  # FSDP2 makes a class of its own
@@ -66,29 +66,6 @@ def _checkpointing(trainer: Any) -> bool:
     plugin = trainer.accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
     own = any(getattr(module, "gradient_checkpointing", False) for module in trainer.model.modules())
     return own or bool(plugin is not None and plugin.activation_checkpointing)
-
-
-def group_rows(trainer: Any) -> list[dict[str, Any]]:
-    """describe_groups, with the true number of weights where they are packed or sharded."""
-    rows = describe_groups(trainer.model, trainer.optimizer)
-    sizes: dict[tuple[str, bool], int] = {}
-    for name, parameter in trainer.model.named_parameters():
-        key = part_of(name), not parameter.requires_grad
-        sizes[key] = sizes.get(key, 0) + _size(parameter)
-    if trainer.is_deepspeed_enabled:  # not run: its groups hold the flat shards of this process
-        rows = [next((row for row in rows if row["part"] == part and "frozen" not in row), None) for part in PARTS] + [
-            row for row in rows if "frozen" in row
-        ]
-    for row in filter(None, rows):
-        if "frozen" in row or trainer.is_deepspeed_enabled:
-            row["parameters"] = sizes[row["part"], "frozen" in row]
-    return [row for row in rows if row is not None]
-
-
-def _size(parameter: nn.Parameter) -> int:
-    """The number of weights: ZeRO-3 leaves 0 of them here, and two of 4 bits are packed into a byte."""
-    count = getattr(parameter, "ds_numel", None) or parameter.numel()
-    return 2 * count * parameter.element_size() if type(parameter).__name__ == "Params4bit" else count
 
 
 def norm_facts(base: nn.Module) -> dict[str, Any]:
@@ -257,7 +234,7 @@ def disk_needed(trainer: Any, groups: Sequence[Mapping[str, Any]]) -> dict[str, 
     kept = _saves(trainer)
     if args.save_total_limit is not None:
         kept = min(kept, args.save_total_limit + 1)
-    finished = sum(_size(parameter) * parameter.element_size() for parameter in model.parameters())
+    finished = sum(size(parameter) * parameter.element_size() for parameter in model.parameters())
     if hasattr(model, "peft_config"):
         finished = sum(
             parameter.numel() * parameter.element_size() for parameter in model.parameters() if parameter.requires_grad

@@ -1,5 +1,6 @@
 """The first screen of a training in words, at most 100 columns wide."""
 
+import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -132,7 +133,7 @@ def _steps(facts: Mapping[str, Any]) -> str:
     steps, batch = facts["schedule"]["steps"], facts["batch"]
     text = counted(steps, "step")
     if batch["rows"]:
-        epochs = steps * batch["total"] / batch["rows"]
+        epochs = steps / math.ceil(batch["rows"] / batch["total"])  # the last step of an epoch may have fewer rows
         text += f" = {number(epochs)} epochs of {counted(batch['rows'], 'row')}"
     if facts["resumed_at"]:
         text += f"; resumed after step {facts['resumed_at']:,}"

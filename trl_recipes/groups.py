@@ -140,11 +140,9 @@ def split_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, rates: M
         for group in groups:
             parameters = [parameter for parameter in group["params"] if parts[parameter] == part]
             if parameters:
-                size = sum(
-                    _size(parameter) for parameter in parameters
-                )  # ZeRO leaves a process its share in the group
+                count = sum(map(size, parameters))  # ZeRO leaves a process its share in the group
                 optimizer.add_param_group(
-                    {**group, "params": parameters, "lr": rates[part], "name": part, "parameters": size}
+                    {**group, "params": parameters, "lr": rates[part], "name": part, "parameters": count}
                 )
 
 
@@ -153,7 +151,7 @@ def describe_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[
     rows = [
         {
             "part": group.get("name", "?"),
-            "parameters": group.get("parameters") or sum(_size(parameter) for parameter in group["params"]),
+            "parameters": group.get("parameters") or sum(size(parameter) for parameter in group["params"]),
             "dtypes": _dtypes(group["params"]),
             "learning_rate": float(group.get("initial_lr", group["lr"])),
             "weight_decay": float(group["weight_decay"]),
@@ -167,13 +165,15 @@ def describe_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[
             if not parameter.requires_grad and part_of(name) == part
         ]
         if frozen:
-            count = sum(_size(parameter) for parameter in frozen)
+            count = sum(size(parameter) for parameter in frozen)
             rows.append({"part": part, "parameters": count, "dtypes": _dtypes(frozen), "frozen": True})
     return rows
 
 
-def _size(parameter: torch.Tensor) -> int:
-    return getattr(parameter, "ds_numel", parameter.numel())  # ZeRO-3's are empty
+def size(parameter: torch.Tensor) -> int:
+    """The number of weights: ZeRO-3 leaves 0 of them here, and two of 4 bits are packed into a byte."""
+    count = getattr(parameter, "ds_numel", None) or parameter.numel()
+    return 2 * count * parameter.element_size() if type(parameter).__name__ == "Params4bit" else count
 
 
 def _dtypes(parameters: list[nn.Parameter]) -> list[str]:

@@ -1,6 +1,5 @@
 """What the norm, the gradients and the loss do while a LLaVA trains, and alarms on them."""
 
-import dataclasses
 import logging
 import math
 import time
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerState
+from transformers.trainer_callback import ExportableState
 
 from llava_norm_align.common.errors import CheckFailed, InputError
 from llava_norm_align.common.results import FOLDER, provenance, write_json
@@ -82,7 +82,7 @@ class Layer0Norms:
         self.step_images = self.step_images + sums[1].float()
 
 
-class Monitor(TrainerCallback):
+class Monitor(TrainerCallback, ExportableState):
     """Adds its numbers to what the trainer logs, raises alarms, and writes the result files at the end.
 
     Logged (see `numbers`): gain, bias_norm, visual_norm, text_norm, norm_ratio, gradient_norm_PART,
@@ -100,6 +100,9 @@ class Monitor(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.close()
+        kept = state.stateful_callbacks.get(type(self).__name__)
+        if state.global_step and isinstance(kept, dict):  # of the run that is resumed
+            self.alarms = list(kept["attributes"]["alarms"])
         self.norms = Layer0Norms(self.trainer.accelerator.unwrap_model(self.trainer.model))
         self.gain_start, self.gain_steps, self.loss = self._gain(), 0, 0.0
         self.logged_at = time.perf_counter()
@@ -107,6 +110,10 @@ class Monitor(TrainerCallback):
     def see_batch(self, inputs: dict[str, Any]) -> None:
         """Called with each batch before its forward pass."""
         self.norms.learned = (inputs["labels"] != -100).any(dim=1) if "labels" in inputs else None
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it."""
+        return {"args": {}, "attributes": {"alarms": list(self.alarms)}}
 
     def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         norms = self.trainer.gradient_norms
@@ -245,7 +252,7 @@ class Monitor(TrainerCallback):
             "model_type": trainer.model.config.model_type,
             "completed": completed,
             "steps": trainer.state.global_step,
-            "recipe": {**trainer.recipe, **_changed_fields(trainer.args)},
+            "recipe": trainer.whole_recipe(),
             "groups": describe_groups(trainer.model, trainer.optimizer) if trainer.optimizer is not None else [],
             "alarms": self.alarms,
             "history": history,
@@ -256,16 +263,3 @@ class Monitor(TrainerCallback):
             write_curves(history, folder / "curves.png")
         except InputError as error:  # without matplotlib
             logger.warning("%s", error)
-
-
-def _changed_fields(config: Any) -> dict[str, Any]:
-    """The fields of a dataclass that do not have their default; secrets are left out."""
-    changed = {}
-    for field in dataclasses.fields(config):
-        if not field.init or "token" in field.name.split("_") or field.name.startswith("gradient_checkpointing"):
-            continue  # the last is an old name of activation_checkpointing
-        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        value = getattr(config, field.name)
-        if value != default and isinstance(value, (int, float, str, list, tuple)):
-            changed[field.name] = value
-    return changed

@@ -16,6 +16,7 @@ from llava_norm_align.data.easy_vqa import load_questions
 from llava_norm_align.data.llava_json import Row, Turn, read_llava_json
 from llava_norm_align.trl_recipes.arguments import EASY_VQA, ScriptArguments
 from llava_norm_align.trl_recipes.collator import to_dataset
+from llava_norm_align.trl_recipes.trainer import check_rows
 
 BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 CONVERSATIONS = ({"messages"}, {"prompt", "completion"})
@@ -104,11 +105,14 @@ def _load_conversations(name: str, split: str) -> Dataset:
             rows = load_dataset(BUILDERS[path.suffix], data_files=str(path), split=split)
         else:
             rows = load_dataset(name, split=split)
+    except StopIteration:
+        raise InputError(f"The dataset {name} is empty: rows with images were expected. Name another file.") from None
     except Exception as error:  # each format and the Hub have their own
         raise InputError(
             f"The dataset {name} (split {split}) cannot be read: {first_line(error)} Name a folder, a .json, "
             ".jsonl or .parquet file, or a Hub id."
         ) from error
+    check_rows(rows)
     columns = set(rows.column_names)
     if not any(needed <= columns for needed in CONVERSATIONS):
         raise InputError(

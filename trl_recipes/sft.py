@@ -6,9 +6,9 @@ Also started by `llava-norm-align train`, and on many devices by `accelerate lau
 import dataclasses
 import os
 import re
-import shutil
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,24 +16,29 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig
 from transformers import PreTrainedModel
 
 from llava_norm_align.common.errors import InputError
-from llava_norm_align.common.loading import check_vision_language, load_model, load_processor, resolve_model
+from llava_norm_align.common.loading import (
+    check_vision_language,
+    first_line,
+    load_model,
+    load_processor,
+    resolve_model,
+)
 from llava_norm_align.common.program import run_program
-from llava_norm_align.common.results import FOLDER
 from llava_norm_align.conversion.micro import cached_micro
-from llava_norm_align.conversion.projector_file import load_projector, save_projector
+from llava_norm_align.conversion.projector_file import load_projector, read_projector
 from llava_norm_align.data.images import with_square_images
 from llava_norm_align.data.templates import training_template, without_marks
-from llava_norm_align.trl_recipes import checkpoints
 from llava_norm_align.trl_recipes.arguments import TRAIN_DTYPES, ScriptArguments, parse, usage
 from llava_norm_align.trl_recipes.collator import PLAIN, LlavaCollator
 from llava_norm_align.trl_recipes.config import LlavaSFTConfig
 from llava_norm_align.trl_recipes.first_screen import FirstScreen
 from llava_norm_align.trl_recipes.groups import part_of
 from llava_norm_align.trl_recipes.lora import four_bit_config, lora_config
+from llava_norm_align.trl_recipes.output import check_output, finish, remove_if_empty, remove_training, stored_dtype
 from llava_norm_align.trl_recipes.rows import load_rows
 from llava_norm_align.trl_recipes.trainer import LlavaTrainer, check_family
 
@@ -53,22 +58,30 @@ def run(arguments: Sequence[str], echo: Callable[[str], None] = print) -> Path |
     script, config = parse(arguments)
     if not PartialState().is_main_process:
         echo = _silent
-    output = Path(config.output_dir)
+    output = Path(config.output_dir).resolve()
+    existed = output.exists()
+    check_output(output, script)
     with ExitStack() as stack:
+        stack.callback(remove_if_empty, output, existed)
         if script.dry_run:
-            parent = next(folder for folder in output.absolute().parents if folder.is_dir())
+            parent = next(folder for folder in output.parents if folder.is_dir())
             config.output_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix=".dry-run-", dir=parent))
-            config.push_to_hub = False
-        else:
-            _check_output(output, script)
+            config.push_to_hub, config.report_to = False, []
         source, trainer = build(script, config, echo)
         if script.overwrite and not script.dry_run and PartialState().is_main_process:
-            shutil.rmtree(output, ignore_errors=True)
-        trainer.train(resume_from_checkpoint=script.resume or None)
+            remove_training(output)
+        PartialState().wait_for_everyone()
+        try:
+            with warnings.catch_warnings():
+                # PEFT 0.21 asks transformers for it
+                warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+                trainer.train(resume_from_checkpoint=script.resume or None)
+        except InputError as error:  # of a process that reads rows: with its traceback as text
+            raise InputError(str(error).rpartition("InputError: ")[2].strip()) from None
         if not script.dry_run:
             finish(trainer, source)
-            echo(f"Written: {output}")
-    return output
+            echo(f"Written: {config.output_dir}")
+    return Path(config.output_dir)
 
 
 def build(
@@ -94,6 +107,8 @@ def build(
     if choice is not None and template != PLAIN:
         processor.chat_template = without_marks(template)
     rows = load_rows(script, processor, choice, config.max_length, echo)
+    if script.projector is not None:
+        read_projector(Path(script.projector))  # before the model, which takes longer
 
     model = load_for_training(source, script, config)
     if script.projector is not None:
@@ -101,23 +116,20 @@ def build(
     if script.fresh_projector:
         draw_projector(model, config.seed)
     collator = LlavaCollator(processor, template, config.max_length, image_in_every_batch=state.num_processes > 1)
-    trainer = LlavaTrainer(
-        model,
-        config,
-        train_dataset=rows,
-        processing_class=processor,
-        data_collator=collator,
-        peft_config=adapters(model, script, source) if script.use_peft else None,
-    )
+    try:
+        trainer = LlavaTrainer(
+            model,
+            config,
+            train_dataset=rows,
+            processing_class=processor,
+            data_collator=collator,
+            peft_config=adapters(model, script, source) if script.use_peft else None,
+        )
+    except ValueError as error:  # what TRL and PEFT refuse, such as targets that are not there
+        raise InputError(f"The training cannot be set up: {first_line(error)} Correct the field.") from error
     trainer.recipe = {name: value for name, value in recipe.items() if value is not None}
     trainer.add_callback(FirstScreen(trainer, echo, dry_run=script.dry_run, notes=notes))
     return source, trainer
-
-
-def stored_dtype(source: Path) -> str | None:
-    """The dtype that config.json names."""
-    config = check_vision_language(source)
-    return config.get("dtype") or config.get("torch_dtype")
 
 
 def load_for_training(source: Path, script: ScriptArguments, config: LlavaSFTConfig) -> PreTrainedModel:
@@ -136,10 +148,23 @@ def load_for_training(source: Path, script: ScriptArguments, config: LlavaSFTCon
     four_bit = four_bit_config() if script.load_in_4bit else False
     model = load_model(source, dtype, device, four_bit=four_bit)
     if script.attn_implementation is not None:
-        model.set_attn_implementation(script.attn_implementation)
+        try:
+            model.set_attn_implementation(script.attn_implementation)
+        except (ValueError, ImportError) as error:
+            raise InputError(
+                f"attn_implementation is {script.attn_implementation}, which cannot be used: {first_line(error)} Use "
+                "sdpa or eager."
+            ) from error
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            model.generation_config.save_pretrained(scratch)
+    except ValueError as error:
+        raise InputError(
+            f"generation_config.json of {source} cannot be saved: {first_line(error)} Correct it."
+        ) from error
     on_hub = not Path(script.model_name_or_path).exists() and script.model_name_or_path != MICRO
-    name = script.model_name_or_path if on_hub else str(source.absolute())
-    model.name_or_path = model.config._name_or_path = name  # what an adapter and the result files name
+    model.config._name_or_path = script.model_name_or_path  # what the result files name, as it was typed
+    model.name_or_path = script.model_name_or_path if on_hub else str(source.absolute())  # what an adapter names
     if not deepspeed:
         trained = ("projector", "norm") if script.use_peft else config.trained_parts
         for name, parameter in model.named_parameters():
@@ -163,30 +188,10 @@ def draw_projector(model: PreTrainedModel, seed: int) -> None:
 def adapters(model: PreTrainedModel, script: ScriptArguments, source: Path) -> LoraConfig:
     """The LoRA configuration, which names the base model and, of a Hub model, its commit."""
     targets = script.lora_target_modules
-    if targets is not None and len(targets) == 1:
-        targets = targets[0]  # a name, a pattern, or all-linear
+    if targets is not None and len(targets) == 1 and (targets[0] == "all-linear" or not targets[0].isidentifier()):
+        targets = targets[0]  # a pattern
     revision = source.name if re.fullmatch(r"[0-9a-f]{40}", source.name) else None  # a folder of the Hub's cache
     return lora_config(model, script.lora_r, script.lora_alpha, script.lora_dropout, targets, revision=revision)
-
-
-def finish(trainer: LlavaTrainer, source: Path) -> None:
-    """Write the finished model into output_dir: a folder that loads alone, or an adapter; and push it if asked.
-
-    Its dtype is the one it was published in (bfloat16 for float16). Where only the projector and its norm were
-    trained, they are also written as projector.safetensors.
-    """
-    folder = Path(trainer.args.output_dir)
-    trainer.final_dtype = TRAIN_DTYPES.get(stored_dtype(source), torch.bfloat16)
-    trainer.save_model(_internal_call=True)
-    if trainer.is_world_process_zero():
-        calibration = source / FOLDER / "calibration.json"
-        if calibration.is_file():
-            shutil.copyfile(calibration, folder / FOLDER / calibration.name)
-        alone = set(trainer.args.trained_parts) <= {"projector", "norm"} and not isinstance(trainer.model, PeftModel)
-        if alone and not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
-            save_projector(trainer.model, folder / checkpoints.PROJECTOR_FILE, dtype=trainer.final_dtype)
-    if trainer.args.push_to_hub:
-        trainer.push_to_hub()
 
 
 def _resolve(script: ScriptArguments) -> Path:
@@ -197,24 +202,6 @@ def _changed(script: ScriptArguments) -> dict[str, Any]:
     return {
         f.name: getattr(script, f.name) for f in dataclasses.fields(script) if getattr(script, f.name) != f.default
     }
-
-
-def _check_output(output: Path, script: ScriptArguments) -> None:
-    if output.exists() and not output.is_dir():
-        raise InputError(f"output_dir {output} is a file. Name a folder.")
-    if script.resume:
-        checkpoints.last_checkpoint(output)
-    elif output.is_dir() and any(output.iterdir()):
-        ours = any(output.glob("*checkpoint-*")) or (output / FOLDER).is_dir()
-        if not script.overwrite:
-            raise InputError(
-                f"output_dir {output} is not empty. Go on with the training in it (--resume), replace it "
-                "(--overwrite), or name another folder with --output_dir."
-            )
-        if not ours:
-            raise InputError(
-                f"output_dir {output} holds no training, so --overwrite does not replace it. Name another folder."
-            )
 
 
 def _silent(line: str) -> None:

@@ -1,5 +1,6 @@
 """TRL's SFTTrainer for LLaVAs: parts with their own learning rates, exact resume, checkpoints that load alone."""
 
+import logging
 import os
 import shutil
 from functools import partial
@@ -24,8 +25,10 @@ from llava_norm_align.common.loading import first_line
 from llava_norm_align.data.sampler import ModalityLengthSampler
 from llava_norm_align.modeling import FAMILIES
 from llava_norm_align.trl_recipes import checkpoints, groups
-from llava_norm_align.trl_recipes.config import LlavaSFTConfig
+from llava_norm_align.trl_recipes.config import LlavaSFTConfig, changed_fields
 from llava_norm_align.trl_recipes.monitor import Monitor
+
+logger = logging.getLogger(__name__)
 
 EXIT_TERMINATED = 143  # 128 + SIGTERM
 
@@ -39,7 +42,7 @@ class LlavaTrainer(SFTTrainer):
 
     def __init__(self, model: PreTrainedModel | PeftModel, args: LlavaSFTConfig, **kwargs: Any):
         _check_model(model)
-        _check_rows(kwargs.get("train_dataset"))
+        check_rows(kwargs.get("train_dataset"))
         self.start = checkpoints.fingerprint(model)
         norm = groups.trained_norm(model)
         norm_start = (
@@ -79,7 +82,10 @@ class LlavaTrainer(SFTTrainer):
         if resume_from_checkpoint:
             folder = Path(resume_from_checkpoint)
             checkpoints.check_whole(folder)
+            checkpoints.check_same_recipe(folder, self.whole_recipe())
             checkpoints.check_same_start(folder, self.model, self.start)
+            if self._is_finished(folder):
+                return None
             self._total_train_tokens = _last_logged(folder, "num_tokens")
         try:
             with self.termination.listening():
@@ -91,6 +97,22 @@ class LlavaTrainer(SFTTrainer):
             raise
         finally:
             self.monitor.close()
+
+    def whole_recipe(self) -> dict[str, Any]:
+        """The fields that do not have their default, the script's too."""
+        return {**self.recipe, **changed_fields(self.args)}
+
+    def _is_finished(self, folder: Path) -> bool:
+        """Whether the checkpoint has all steps; then the model gets its weights, and no step is left to do."""
+        state = TrainerState.load_from_json(os.path.join(folder, checkpoints.STATE_FILE))
+        if not 0 < self.args.max_steps <= state.global_step:
+            return False
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            raise InputError(f"{folder} has all {state.global_step} steps. Raise max_steps to train on.")
+        logger.warning("%s has all %d steps: no step is left to do.", folder, state.global_step)
+        self._load_exactly(folder)
+        self.state = state
+        return True
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         self.monitor.see_batch(inputs)
@@ -160,7 +182,7 @@ class LlavaTrainer(SFTTrainer):
                 self._save_scaler(str(writing))
                 self._save_rng_state(str(writing))
             if self.args.should_save:
-                checkpoints.write_start(writing, self.model, self.start)
+                checkpoints.write_start(writing, self.model, self.start, self.whole_recipe())
                 self._note_best(target)
                 self._collect_callback_states()
                 self.state.save_to_json(str(writing / checkpoints.STATE_FILE))
@@ -208,6 +230,8 @@ class LlavaTrainer(SFTTrainer):
             super()._save(output_dir, state_dict)
         if self.args.should_save:
             (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)  # a pickle that names this machine's folders
+            if isinstance(self.model, PeftModel) and os.path.isabs(self.model.name_or_path or ""):
+                (folder / "README.md").unlink(missing_ok=True)  # PEFT's, which names the base's folder
             with checkpoints.without_zero3(self.accelerator.state):
                 checkpoints.complete_folder(folder, self.model.config)
 
@@ -331,7 +355,7 @@ def _check_model(model: Any) -> None:
         )
 
 
-def _check_rows(rows: Any) -> None:
+def check_rows(rows: Any) -> None:
     if isinstance(rows, Dataset) and not len(rows):
         raise InputError("The training data is empty: rows with images were expected. Name another data file.")
     columns = getattr(rows, "column_names", None)

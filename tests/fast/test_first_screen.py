@@ -104,7 +104,7 @@ def test_the_lines_fit_and_say_it(whole):
     assert max(map(len, whole.lines)) <= 100 and all(line.isprintable() for line in whole.lines)
     assert found(whole.lines, "note") == "the fp16 checkpoint is loaded in bfloat16"
     assert found(whole.lines, "batch") == "4 rows a step = 2 per device x 1 process x 2 accumulated"
-    assert found(whole.lines, "steps") == "4 steps = 2.67 epochs of 6 rows"
+    assert found(whole.lines, "steps") == "4 steps = 2.00 epochs of 6 rows"
     assert "cosine schedule, warm-up 2 steps" in found(whole.lines, "optimizer")
     assert "AdamW divides away again" in found(whole.lines, "clipping")
     table = [line.split() for line in whole.lines if line.startswith(("norm ", "vision ")) and "float32" in line]

@@ -1,6 +1,8 @@
 """train as a program: what it writes, what it goes on with, what it refuses before or after the weights are read."""
 
+import errno
 import json
+import os
 import shutil
 
 import pytest
@@ -272,7 +274,7 @@ def test_what_is_refused(tmp_path, model, data, prepare, message):
     with pytest.raises(InputError, match=message) as caught:
         train(folder, None, tmp_path / "out", **{**fields, **prepare(folder, data)})
     assert "\n" not in str(caught.value)
-    assert not list((tmp_path / "out").glob("*"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_projector_of_another_model_is_refused_before_training(tmp_path, model, data):
@@ -281,3 +283,91 @@ def test_a_projector_of_another_model_is_refused_before_training(tmp_path, model
     with pytest.raises(InputError, match="convert"):  # it has a norm, and the model has none
         train(stock, data, tmp_path / "out", projector=out / "projector.safetensors")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_finished_training_is_not_trained_on(tmp_path, model, data):
+    out = train(model, data, tmp_path / "out", max_steps=2, lr_scheduler_type="constant")
+    before = weights(out)
+    train(model, data, tmp_path / "out", "--resume", max_steps=2, lr_scheduler_type="constant")
+    assert equal(before, weights(out)) and not (out / "checkpoint-3").exists()
+    train(model, data, tmp_path / "out", "--resume", max_steps=3, lr_scheduler_type="constant")
+    assert not equal(before, weights(out)) and result_of(out)["steps"] == 3
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("learning_rate", 0.5), ("per_device_train_batch_size", 1), ("seed", 7), ("optim", "sgd"), ("weight_decay", 0.3)],
+)
+def test_a_training_goes_on_as_it_began(tmp_path, model, data, field, value):
+    out = train(model, data, tmp_path / "out", max_steps=1)
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    with pytest.raises(InputError, match=rf"{field} was .* in the training of .*checkpoint-1, but is {value} now"):
+        train(model, data, tmp_path / "out", "--resume", **{"max_steps": 3, field: value})
+    assert before == {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+
+def test_overwrite_takes_only_what_a_training_wrote(tmp_path, model, data):
+    for name in ("converted", "mine"):  # a model with result files, and a training with a letter beside it
+        shutil.copytree(model, tmp_path / name)
+        (tmp_path / name / "norm_align").mkdir()
+    (tmp_path / "converted/norm_align/calibration.json").write_text("{}")
+    with pytest.raises(InputError, match="holds no training"):
+        train(model, data, tmp_path / "converted", "--overwrite")
+    assert (tmp_path / "converted/model.safetensors").exists()
+    out = train(model, data, tmp_path / "out", max_steps=1, save_strategy="no")
+    (out / "letters").mkdir()
+    (out / "letters/one.csv").write_text("dear")
+    train(model, data, tmp_path / "out", "--overwrite", max_steps=1, save_strategy="no")
+    assert (out / "letters/one.csv").exists() and (out / "model.safetensors").exists()
+    with pytest.raises(InputError, match="lies in output_dir .* which --overwrite replaces"):
+        train(out, data, tmp_path / "out", "--overwrite", max_steps=1)
+    assert (out / "model.safetensors").exists()
+    (tmp_path / "link").symlink_to(out)
+    train(model, data, tmp_path / "link", "--overwrite", max_steps=1, seed=3)
+    assert (out / "checkpoint-1").is_dir() and (tmp_path / "link").is_symlink()
+
+
+def test_a_token_is_not_written_down(tmp_path, model, data, monkeypatch):
+    words = ["train", "stage1", "--hub_token", "hf_SECRET", "--learning_rate", "1", "--wandb-key=hf_SECRET2"]
+    monkeypatch.setattr("sys.argv", ["llava-norm-align", *words])
+    out = train(model, data, tmp_path / "out", "--hub_token", "hf_SECRET", max_steps=1)
+    written = "".join(path.read_text() for path in out.rglob("*.json"))
+    assert "hf_SECRET" not in written and "--hub_token ... --learning_rate 1 --wandb-key=..." in written
+
+
+def test_an_error_of_a_process_that_reads_rows_is_one_line(tmp_path, model):
+    rows = [row(number) for number in range(4)]
+    rows[2]["completion"][0]["content"] = "<image>"
+    Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    with pytest.raises(InputError) as caught:
+        train(model, None, tmp_path / "out", dataset_name=tmp_path / "rows.parquet", dataloader_num_workers=1)
+    assert "\n" not in str(caught.value) and "Traceback" not in str(caught.value)
+    assert "The row that begins 'what is in the picture ?'" in str(caught.value)
+
+
+def test_a_model_whose_config_names_no_dtype_keeps_its_own(tmp_path, model, data):
+    folder = shutil.copytree(model, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    for part in (config, config["text_config"], config["vision_config"]):
+        part.pop("dtype", None)
+    (folder / "config.json").write_text(json.dumps(config))
+    out = train(folder, data, tmp_path / "out", bf16=True, trained_parts=["projector", "norm"])
+    before, after = weights(folder), weights(out)
+    frozen = {key for key in before if "multi_modal_projector" not in key}
+    assert frozen and all(torch.equal(before[key], after[key]) for key in frozen)
+
+
+def test_a_full_disk_at_the_end_leaves_the_checkpoints(tmp_path, model, data, monkeypatch):
+    def full(*arguments, **fields):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("llava_norm_align.trl_recipes.output.save_projector", full)
+    with pytest.raises(InputError, match="no room to save"):
+        train(model, data, tmp_path / "out", max_steps=1, trained_parts=["projector", "norm"])
+    out = tmp_path / "out"
+    assert (out / "checkpoint-1/model.safetensors").exists()
+    assert not (out / "config.json").exists() and not (out / "tmp-final").exists()
+    monkeypatch.undo()
+    monkeypatch.setattr(monitor, "write_curves", lambda *arguments: None)
+    train(model, data, tmp_path / "out", "--resume", max_steps=1, trained_parts=["projector", "norm"])
+    assert equal(weights(out / "checkpoint-1"), weights(out))
