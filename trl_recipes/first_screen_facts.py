@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from llava_norm_align.common.errors import InputError
 from llava_norm_align.trl_recipes.collator import IGNORED
 from llava_norm_align.trl_recipes.first_screen_text import mark_supervised
-from llava_norm_align.trl_recipes.groups import describe_groups, float32, trained_norm
+from llava_norm_align.trl_recipes.groups import describe_groups, float32, size, trained_norm
 
 ADAM_STATE = 8  # bytes a trained parameter: two float32 averages
 ZERO_STATE = 12  # and the float32 weights, which ZeRO keeps with them
