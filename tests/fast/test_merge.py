@@ -57,7 +57,7 @@ def write_adapter(base, folder, dtype="auto", change=None, **options):
     processor.chat_template = TEMPLATE
     processor.save_pretrained(folder)
     checkpoints.complete_folder(folder, model.config)
-    checkpoints.write_start(folder, model, start)
+    checkpoints.write_start(folder, model, start, {})
     (folder / "norm_align/training.json").write_text("{}")
     return folder
 
