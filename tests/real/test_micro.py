@@ -156,4 +156,4 @@ def test_the_other_line_reads_it_alike(micro, model):
     assert reports[0] == reports[1]
     assert reports[0]["missing"] == reports[0]["unexpected"] == []
     assert reports[0]["image_tokens"] == reports[0]["image_features"] == 64
-    assert all(reports[0]["answers"]) and len(set(reports[0]["answers"])) > 2
+    assert all(reports[0]["answers"]) and len(set(reports[0]["answers"])) > 1  # a shape and a colour
