@@ -83,7 +83,7 @@ def test_wheel_adds_one_package_to_an_empty_environment(wheels, tmp_path):
 # the extra `train`
 NEED_TRL = {
     f"llava_norm_align.trl_recipes.{name}"
-    for name in ("arguments", "config", "first_screen", "first_screen_facts", "rows", "sft", "trainer")
+    for name in ("arguments", "config", "first_screen", "first_screen_facts", "output", "rows", "sft", "trainer")
 }
 
 
