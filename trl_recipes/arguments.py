@@ -210,7 +210,7 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[str, Any]:
         names = [key.value for key, _ in node.value]
-        twice = next((key for key, _ in node.value if names.count(key.value) > 1), None)
+        twice = next((key for key, _ in reversed(node.value) if names.count(key.value) > 1), None)
         if twice is not None:
             raise yaml.YAMLError(f"the field {twice.value} stands twice, last in line {twice.start_mark.line + 1}.")
         return super().construct_mapping(node, deep)

@@ -20,7 +20,15 @@ from llava_norm_align.trl_recipes.monitor import RESULT_FILE
 from llava_norm_align.trl_recipes.trainer import LlavaTrainer
 
 OF_TRAINING = re.compile(r"(tmp-)?checkpoint-\d+|tmp-final")
-OURS = (".json", ".safetensors", ".jinja", ".py", ".md", ".model", ".txt", ".bin")
+OURS = (
+    "model*.safetensors*",
+    "projector.safetensors",
+    "adapter_*",
+    "*config.json",
+    "tokenizer*",
+    "chat_template.jinja",
+)
+OURS += ("special_tokens_map.json", "configuration_*norm_align.py", "modeling_*norm_align.py")
 
 
 def check_output(output: Path, script: ScriptArguments) -> None:
@@ -62,7 +70,7 @@ def remove_training(output: Path) -> None:
     for path in output.iterdir():
         if path.is_dir() and (path.name in (FOLDER, "runs", "_push") or OF_TRAINING.fullmatch(path.name)):
             shutil.rmtree(path)
-        elif path.is_file() and path.suffix in OURS:
+        elif path.is_file() and any(path.match(pattern) for pattern in OURS):
             path.unlink()
 
 

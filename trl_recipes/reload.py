@@ -19,10 +19,9 @@ from llava_norm_align.common.loading import load_processor, resolve_model
 from llava_norm_align.common.weights import INDEX_FILE, read_json
 from llava_norm_align.conversion.doctor_alone import run_alone
 from llava_norm_align.conversion.doctor_checks import Failed
-from llava_norm_align.trl_recipes.checkpoints import ADAPTER_FILE
+from llava_norm_align.trl_recipes.checkpoints import ADAPTER_FILE, PROJECTOR_FILE
 
 ADAPTER_CONFIG = "adapter_config.json"
-PROJECTOR_FILE = "projector.safetensors"
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 
 

@@ -99,10 +99,8 @@ def build(
     processor = load_processor(source)
     if script.image_aspect_ratio == "pad":
         processor = with_square_images(processor)
-    choice, config.chat_template_path = (
-        config.chat_template_path,
-        None,
-    )  # TRL would take a Jinja file without our checks
+    # TRL would take a Jinja file without our checks
+    choice, config.chat_template_path = config.chat_template_path, None
     template = PLAIN if script.prompt_format == PLAIN else training_template(processor, choice)
     if choice is not None and template != PLAIN:
         processor.chat_template = without_marks(template)

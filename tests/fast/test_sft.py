@@ -317,8 +317,9 @@ def test_overwrite_takes_only_what_a_training_wrote(tmp_path, model, data):
     out = train(model, data, tmp_path / "out", max_steps=1, save_strategy="no")
     (out / "letters").mkdir()
     (out / "letters/one.csv").write_text("dear")
+    (out / "notes.md").write_text("mine")
     train(model, data, tmp_path / "out", "--overwrite", max_steps=1, save_strategy="no")
-    assert (out / "letters/one.csv").exists() and (out / "model.safetensors").exists()
+    assert (out / "letters/one.csv").exists() and (out / "notes.md").exists() and (out / "model.safetensors").exists()
     with pytest.raises(InputError, match="lies in output_dir .* which --overwrite replaces"):
         train(out, data, tmp_path / "out", "--overwrite", max_steps=1)
     assert (out / "model.safetensors").exists()

@@ -121,6 +121,15 @@ def test_a_file_stands_before_a_shipped_name(tmp_path, monkeypatch):
         ({"trained_parts": ["mlp"]}, [], "trained_parts names 'mlp'"),
         ({"clip_by_group": True}, [], "clip_by_group is true, but max_grad_norm is 0"),
         ({}, ["--resume", "--overwrite"], "Leave one out"),
+        ({}, ["--resume", "--dry_run"], "Leave one out"),
+        ({"max_steps": 0}, [], "max_steps is 0, but 1 or more, or -1"),
+        ({"per_device_train_batch_size": 0}, [], "per_device_train_batch_size is 0, but 1 row or more"),
+        ({}, ["--learning_rate", "nan"], "learning_rate is nan, but 0 or more"),
+        ({"trained_parts": None}, [], "trained_parts names nothing"),
+        ({"lora_r": 0}, [], "lora_r is 0"),
+        ({"report_to": "wandbb"}, [], "report_to names 'wandbb'"),
+        ({"eval_strategy": "epoch"}, [], "no rows to evaluate on"),
+        ({"resume_from_checkpoint": "x"}, [], "resumes with --resume"),
         ({"eval_strategy": "sometimes"}, [], "sometimes"),
     ],
 )  # fmt: skip
@@ -131,7 +140,13 @@ def test_what_is_refused(tmp_path, fields, options, message):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("a: [", "is not YAML"), ("- 1", "holds no fields"), ("", "holds no fields"), ("1: 2", "holds no fields")],
+    [
+        ("a: [", "is not YAML"),
+        ("- 1", "holds no fields"),
+        ("", "holds no fields"),
+        ("1: 2", "holds no fields"),
+        ("seed: 1\nseed: 2", "the field seed stands twice, last in line 2"),
+    ],
 )
 def test_files_that_are_no_recipe(tmp_path, content, message):
     (tmp_path / "bad.yaml").write_text(content)
