@@ -8,7 +8,7 @@ PY := .venv/bin/python
 PY4 := .venv-tf4/bin/python
 NEWEST := .venv-newest/bin/python
 EXTRAS := dev,micro,plots,samples
-EXTRAS_5 := $(EXTRAS),train
+EXTRAS_5 := $(EXTRAS),train,eval
 INSTALL := -m pip install --disable-pip-version-check
 
 # One thread a process: tiny models gain nothing from more, and the workers would fight for the cores.

@@ -4,18 +4,17 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel, ProcessorMixin
 
 from llava_norm_align.common.errors import InputError
-from llava_norm_align.common.prompts import prepare_inputs
 from llava_norm_align.data.easy_vqa import Row, load_image
+from llava_norm_align.evaluation.generate import answer_batch, greedy
+from llava_norm_align.evaluation.matching import normalise
 
 Z_95 = 1.959963984540054  # 97.5 % quantile of the normal distribution
 
 
-@torch.inference_mode()
 def exact_match(
     model: PreTrainedModel,
     processor: ProcessorMixin,
@@ -25,7 +24,7 @@ def exact_match(
     max_new_tokens: int = 8,
     progress: bool = True,
 ) -> dict[str, Any]:
-    """Ask `model` every question and compare its greedy answer with the right one, case, spaces and a final dot apart.
+    """Ask `model` every question; an answer is right if it is the row's, both normalised (matching.normalise).
 
     Returned: `accuracy` in 0..1, its 95 % Wilson `interval`, `correct`, `total`, and `predictions`, the model's words
     for each row in order.
@@ -33,27 +32,15 @@ def exact_match(
     if not rows:
         raise InputError("There are no questions to ask. Give at least one row.")
     predictions: list[str] = []
-    # Prefill hands the head a strided slice [B, 1, D]; PyTorch's CPU matmul would then copy its weight B times.
-    hook = model.lm_head.register_forward_pre_hook(lambda module, inputs: (inputs[0].contiguous(), *inputs[1:]))
-    try:
-        with tqdm(total=len(rows), desc="answering", disable=None if progress else True) as bar:
-            for start in range(0, len(rows), batch_size):
-                batch = rows[start : start + batch_size]
-                inputs = prepare_inputs(
-                    processor, [row.question for row in batch], [load_image(row.image) for row in batch]
-                )
-                inputs = inputs.to(model.device)
-                ids = model.generate(
-                    **inputs,
-                    do_sample=False,
-                    max_new_tokens=max_new_tokens,
-                    pad_token_id=processor.tokenizer.pad_token_id,
-                )
-                new = ids[:, inputs["input_ids"].shape[1] :]
-                predictions += [text.strip() for text in processor.batch_decode(new, skip_special_tokens=True)]
-                bar.update(len(batch))
-    finally:
-        hook.remove()
+    with (
+        greedy(model, processor, max_new_tokens),
+        tqdm(total=len(rows), desc="answering", disable=None if progress else True) as bar,
+    ):
+        for start in range(0, len(rows), batch_size):
+            batch = rows[start : start + batch_size]
+            images = [load_image(row.image) for row in batch]
+            predictions += answer_batch(model, processor, [row.question for row in batch], images)
+            bar.update(len(batch))
     correct = sum(normalise(said) == normalise(row.answer) for said, row in zip(predictions, rows, strict=True))
     return {
         "accuracy": correct / len(rows),
@@ -62,11 +49,6 @@ def exact_match(
         "total": len(rows),
         "predictions": predictions,
     }
-
-
-def normalise(answer: str) -> str:
-    """An answer in lower case, without surrounding spaces and one final dot."""
-    return answer.strip().lower().removesuffix(".").rstrip()
 
 
 def wilson_interval(correct: int, total: int) -> tuple[float, float]:

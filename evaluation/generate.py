@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
@@ -26,15 +27,15 @@ class Said:
 
 
 @contextmanager
-def greedy(model: PreTrainedModel, processor: ProcessorMixin, max_new_tokens: int) -> Iterator[None]:
+def greedy(model: PreTrainedModel, processor: ProcessorMixin, max_new_tokens: int, **asked: Any) -> Iterator[None]:
     """Within the block, `model.generate` is plain greedy search, whatever the checkpoint's generation_config asks for.
 
     Only its end tokens are kept: a repetition penalty, say, would change the answers of one model and not of another.
+    `asked`: fields of a GenerationConfig that are to differ from plain greedy search, such as num_beams.
     """
     own = model.generation_config
     model.generation_config = GenerationConfig(
-        do_sample=False,
-        num_beams=1,
+        **{"do_sample": False, "num_beams": 1, **asked},
         max_new_tokens=max_new_tokens,
         eos_token_id=own.eos_token_id,
         bos_token_id=own.bos_token_id,
@@ -56,9 +57,9 @@ def answer_batch(
     model: PreTrainedModel,
     processor: ProcessorMixin,
     prompts: Sequence[str],
-    images: Sequence[Image.Image] | None,
+    images: Sequence[Image.Image | Sequence[Image.Image]] | None,
 ) -> list[str]:
-    """The answers to `prompts`, one image each or none, as text without special tokens; call it within `greedy`."""
+    """The answers to `prompts` as text without special tokens. `images`: see prepare_inputs. Call within `greedy`."""
     inputs = prepare_inputs(processor, prompts, images).to(model.device, model.dtype)
     ids = model.generate(**inputs)
     new = ids[:, inputs["input_ids"].shape[1] :]

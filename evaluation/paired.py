@@ -11,7 +11,8 @@ from llava_norm_align.evaluation.exact_match import wilson_interval
 RESAMPLES = 9999
 LEAST_IMAGES = 8  # a bootstrap of fewer is too narrow to be called an interval
 CELLS = 2**22  # numbers that a batch of resamples may hold
-Right = np.ndarray  # bool [seeds, rows]: whether the model of each seed answered each row right
+# bool [seeds, rows]: whether the model of each seed answered each row right; `difference` takes scores in 0..1, too
+Right = np.ndarray
 
 
 def import_statistics() -> None:
@@ -40,8 +41,8 @@ def accuracy(right: Right, images: np.ndarray) -> dict[str, Any]:
 def difference(first: Sequence[Right], second: Sequence[Right], images: Sequence[np.ndarray]) -> dict[str, Any]:
     """Accuracy of a first model less that of a second; of several tasks, the mean of the tasks' differences.
 
-    `interval`: see bootstrap. `mcnemar_p`: McNemar's exact test, for one seed a side and one task. `resolved`: the
-    interval leaves out 0 and that test, if there is one, has p < 0.05.
+    `interval`: see bootstrap. `mcnemar_p`: McNemar's exact test, for one seed a side, one task and answers that are
+    right or wrong. `resolved`: the interval leaves out 0 and that test, if there is one, has p < 0.05.
     """
     shares = [float(one.mean() - other.mean()) for one, other in zip(first, second, strict=True)]
     ends = bootstrap(first, second, images)
@@ -54,7 +55,7 @@ def difference(first: Sequence[Right], second: Sequence[Right], images: Sequence
         "only_second_right": None,
         "mcnemar_p": None,
     }
-    if len(first) == 1 and len(first[0]) == len(second[0]) == 1:
+    if len(first) == 1 and len(first[0]) == len(second[0]) == 1 and first[0].dtype == second[0].dtype == bool:
         (one,), (other,) = first[0], second[0]
         result["only_first_right"], result["only_second_right"] = int(np.sum(one & ~other)), int(np.sum(other & ~one))
         result["mcnemar_p"] = mcnemar_p(one, other)

@@ -56,6 +56,8 @@ def load_tasks(names: Sequence[str], images: Path | None = None, limit: int | No
         raise InputError(f"--limit is {limit}, but at least 1 row was expected. Raise it, or leave it out.")
     found = []
     for name in names:
+        if name in GROUPS:
+            raise InputError(f"--tasks names {name} among others, but a group runs alone. Run evaluate for it apart.")
         rows = TASKS[name]() if name in TASKS else _read_file(name, images)
         label = name if name in TASKS else Path(name).stem
         if label in (task.name for task in found):
@@ -75,6 +77,7 @@ def load_easy_vqa() -> list[Question]:
 
 
 TASKS: dict[str, Callable[[], list[Question]]] = {"easy-vqa": load_easy_vqa}
+GROUPS = ("paper", "llava", "lmms", "text")  # what groups.evaluate_any runs in a harness
 
 
 def _easy_type(answer: str) -> str:
@@ -82,15 +85,15 @@ def _easy_type(answer: str) -> str:
 
 
 def _known() -> str:
-    return f"{', '.join(TASKS)} or a JSON file of questions (docs/evaluate.md)"
+    return f"{', '.join(TASKS)}, a JSON file of questions, or a group: paper, llava, text (docs/evaluate.md)"
 
 
 def _read_file(name: str, images: Path | None) -> list[Question]:
     path = Path(name)
     if not path.is_file() and path.suffix != ".json" and "/" not in name:
-        near = difflib.get_close_matches(name.lower(), TASKS, n=1, cutoff=0.5)
+        near = difflib.get_close_matches(name.lower(), [*TASKS, *GROUPS], n=1, cutoff=0.5)
         hint = f" Did you mean {near[0]}?" if near else ""
-        raise InputError(f"--tasks names {name}, which is not known.{hint} Name {_known()}.")
+        raise InputError(f"--tasks names {name}, which is not known. Name {_known()}.{hint}")
     folder = (images or path.parent).absolute()
     if images is not None and not images.is_dir():
         raise InputError(f"--images is {images}, which is not a folder. Name the folder that image paths start from.")

@@ -1,10 +1,8 @@
 """Text-only tasks through lm-eval: what training did to the language model, beside the one that it came from."""
 
+import difflib
 import importlib.metadata
 import importlib.util
-import math
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -16,10 +14,10 @@ from llava_norm_align.common.loading import load_config, resolve_weights
 from llava_norm_align.common.results import write_json
 from llava_norm_align.common.weights import read_json
 from llava_norm_align.evaluation.extract_lm import extract_lm, is_llava
+from llava_norm_align.evaluation.harness import last_words, run_and_show, score_rows
 
 TEXT_TASKS = ("mmlu", "hellaswag", "arc_challenge", "arc_easy", "gsm8k")  # names in lm-eval's own registry
 UNTOUCHED = "untouched language model"
-TAIL = 4000  # characters of what lm-eval says that are kept for an error
 
 
 def evaluate_text(
@@ -30,6 +28,7 @@ def evaluate_text(
     tasks: Sequence[str] = TEXT_TASKS,
     limit: int | None = None,
     batch_size: int = 8,
+    dtype: str = "auto",
     device: str | None = None,
     scratch: Path | None = None,
     include_path: Path | None = None,
@@ -51,8 +50,11 @@ def evaluate_text(
     if untouched is not None:
         sources.append((UNTOUCHED, _resolve_untouched(untouched)))
         configs.append(load_config(sources[-1][1]))
+    _check_tasks(tasks, include_path)
     settings: dict[str, Any] = {"tasks": list(tasks), "batch_size": batch_size, "limit": limit, "device": device}
     settings["include_path"] = include_path and str(Path(include_path).resolve())
+    if dtype != "auto":
+        settings["dtype"] = dtype
     rows: list[dict[str, Any]] = []
     for (name, source), config in zip(sources, configs, strict=True):
         with tempfile.TemporaryDirectory(prefix="text-tasks-", dir=scratch) as place:
@@ -94,6 +96,25 @@ def text_table(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _check_tasks(tasks: Sequence[str], include_path: Path | None) -> None:
+    """InputError with near names for a task that lm-eval does not know; patterns such as mmlu_* are lm-eval's."""
+    from lm_eval.tasks import TaskManager
+
+    if include_path is not None and not Path(include_path).is_dir():
+        raise InputError(
+            f"--include-path is {include_path}, which is not a folder. Name one with lm-eval tasks (YAML)."
+        )
+    manager = TaskManager(include_path=include_path and str(include_path))
+    for name in tasks:
+        if not manager.match_tasks([name]):
+            near = difflib.get_close_matches(name, manager.all_tasks, n=3)
+            hint = f" Did you mean {' or '.join(near)}?" if near else ""
+            raise InputError(
+                f"lm-eval {importlib.metadata.version('lm-eval')} has no task {name}.{hint} `lm-eval ls tasks` lists "
+                "them all; --include-path adds a folder of your own."
+            )
+
+
 def _resolve_untouched(untouched: str) -> Path:
     folder = resolve_weights(untouched)
     if is_llava(load_config(folder)):
@@ -113,64 +134,19 @@ def _run(name: str, folder: Path, settings: dict[str, Any], scratch: Path) -> li
     write_json(scratch / "lm-eval.yaml", content)  # JSON is YAML
     # -P: no module in the working folder may stand in for one of lm-eval's
     command = [sys.executable, "-P", "-m", "lm_eval", "run", "--config", str(scratch / "lm-eval.yaml")]
-    code, tail = _run_and_show(command)
+    code, tail = run_and_show(command)
     found = sorted(scratch.glob("results_*.json"))
     if code or not found:
-        said = next((line.strip() for line in reversed(tail.splitlines()) if line.strip()), "it said nothing")
         raise InputError(
-            f"lm-eval failed on {name} ({', '.join(settings['tasks'])}; exit code {code}): {said[:300].rstrip('.')}. "
+            f"lm-eval failed on {name} ({', '.join(settings['tasks'])}; exit code {code}): {last_words(tail)}. "
             "Check that its data sets can be downloaded, and that the model fits the device."
         )
     return list(read_results(read_json(found[-1], "lm-eval's results"), settings["tasks"], name))
 
 
-def _run_and_show(command: list[str]) -> tuple[int, str]:
-    """Run `command`, all that it says on stderr as it comes; its exit code and the end of what it said."""
-    tail = ""
-    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
-    with subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment
-    ) as process:
-        try:
-            while piece := process.stdout.read1():
-                text = piece.decode(errors="replace")
-                sys.stderr.write(text)
-                sys.stderr.flush()
-                tail = (tail + text)[-TAIL:]
-        except BaseException:  # this process is being ended, which may not reach the other one
-            process.terminate()
-            raise
-    return process.returncode, tail
-
-
 def read_results(results: dict[str, Any], tasks: Sequence[str], model: str) -> Iterator[dict[str, Any]]:
-    """The rows of `tasks` in lm-eval's results: one for each metric and filter, with its standard error and n.
-
-    `metric` is lm-eval's, with the filter of the answer where there is one (as in "exact_match, strict-match"). n is
-    the number of questions that were asked, in all subtasks of a group.
-    """
+    """The rows of `tasks` in lm-eval's results, as harness.score_rows has them."""
     for task in tasks:
-        scores = results.get("results", {}).get(task)
-        if scores is None:
+        if task not in results.get("results", {}):
             raise InputError(f"lm-eval's results have no task {task}. Check its version: 0.4.13 or newer is expected.")
-        for key, value in scores.items():
-            metric, comma, chosen = key.partition(",")
-            if not comma or metric.endswith("_stderr") or not isinstance(value, (int, float)):
-                continue
-            error = scores.get(f"{metric}_stderr,{chosen}")
-            known = isinstance(error, (int, float)) and math.isfinite(error)
-            yield {
-                "model": model,
-                "task": task,
-                "metric": metric if chosen == "none" else f"{metric}, {chosen}",
-                "value": value,
-                "stderr": error if known else None,
-                "n": _count(results, task),
-            }
-
-
-def _count(results: dict[str, Any], task: str) -> int:
-    """The questions of a task, or of all tasks in a group."""
-    if task in results["n-samples"]:
-        return results["n-samples"][task]["effective"]
-    return sum(_count(results, subtask) for subtask in results["group_subtasks"][task])
+        yield from score_rows(results, task, model)

@@ -179,6 +179,8 @@ def test_the_verbs():
         "ask",
         "demo",
         "doctor",
+        "evaluate",
+        "extract-lm",
         "merge",
         "train",
     }

@@ -101,8 +101,8 @@ def test_bad_calls(write, tmp_path):
         with pytest.raises(InputError, match=message):
             load_tasks(names, **options)
 
-    refused(r"easy_vqa, which is not known. Did you mean easy-vqa\?", "easy_vqa")
-    refused("nlvr, which is not known. Name easy-vqa or a JSON", "nlvr")
+    refused(r"easy_vqa, which is not known. Name easy-vqa, .* Did you mean easy-vqa\?", "easy_vqa")
+    refused("nlvr, which is not known. Name easy-vqa, a JSON file", "nlvr")
     refused("names no test set")
     refused("is not there", str(tmp_path / "none.json"))
     refused("empty list", write(text="[]"))

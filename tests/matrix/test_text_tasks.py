@@ -3,12 +3,14 @@
 import json
 import math
 import random
+import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
+from llava_norm_align import cli
 from llava_norm_align.common.errors import InputError
 from llava_norm_align.conversion.convert import convert
 from llava_norm_align.evaluation.extract_lm import extract_lm
@@ -120,10 +122,39 @@ def test_lm_eval_scores_the_llavas_own_language_model(tmp_path, local_tasks):
 
 def test_what_lm_eval_says_when_it_fails_is_told(tmp_path, local_tasks, capfd):
     stock = tiny_llava(tmp_path / "stock")
-    with pytest.raises(InputError, match=r"lm-eval failed on .*stock \(no_such_task; exit code 1\): .*no_such_task"):
-        evaluate_text([str(stock)], tasks=["no_such_task"], include_path=local_tasks, scratch=tmp_path)
+    (tmp_path / "pictures.jsonl").unlink()
+    with pytest.raises(InputError, match=r"lm-eval failed on .*stock \(all_pictures; exit code 1\): .*pictures.jsonl"):
+        evaluate_text([str(stock)], tasks=["all_pictures"], include_path=local_tasks, scratch=tmp_path)
     assert capfd.readouterr().out == ""  # stdout is for JSON
     assert not list(tmp_path.glob("text-tasks-*"))
+
+
+def test_an_unknown_task_is_refused_with_near_names(tmp_path, local_tasks):
+    stock = tiny_llava(tmp_path / "stock")
+    with pytest.raises(InputError, match=r"no task arc_esay\. Did you mean .*arc_easy"):
+        evaluate_text([str(stock)], tasks=["arc_esay"])
+    with pytest.raises(InputError, match=r"no task all_picturs\. Did you mean all_pictures"):
+        evaluate_text([str(stock)], tasks=["all_picturs"], include_path=local_tasks)
+
+
+def test_the_program_writes_the_rows_beside_the_model(tmp_path, local_tasks, monkeypatch, capfd):
+    stock = tiny_llava(tmp_path / "stock")
+    convert(str(stock), tmp_path / "aligned", report=False)
+    (tmp_path / "aligned" / "norm_align" / "evaluation.json").write_text("{}")  # of another run; it stays
+    command = ["evaluate", tmp_path / "aligned", "--baseline", stock, "--tasks", "text:all_pictures", "--limit", "9"]
+    command += ["--include-path", local_tasks, "--device", "cpu", "--json"]
+    monkeypatch.setattr(sys, "argv", ["llava-norm-align", *map(str, command)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert not ended.value.code
+    result = json.loads(capfd.readouterr().out)
+    assert [(row["model"], row["n"]) for row in result["rows"]] == [(str(tmp_path / "aligned"), 9), (str(stock), 9)]
+    assert result["rows"][0]["value"] == result["rows"][1]["value"]  # the norm changes nothing on text
+    assert set(result["weights_sha256"]) == {str(tmp_path / "aligned"), str(stock)}
+    written = tmp_path / "aligned" / "norm_align"
+    assert json.loads((written / "evaluation-text.json").read_text()) == result
+    assert "untouched language model | missing" in (written / "evaluation-text.md").read_text()
+    assert (written / "evaluation.json").read_text() == "{}"
 
 
 def test_lm_eval_knows_every_task():

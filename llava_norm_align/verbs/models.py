@@ -1,0 +1,176 @@
+"""Verbs that write or check a model folder."""
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from llava_norm_align.common.errors import InputError
+from llava_norm_align.common.images import image_files
+from llava_norm_align.verbs.options import AsJson, Overwrite, Revision, Wheels, echo_unless, show, show_json
+
+
+def assemble(
+    target: Annotated[Path, typer.Argument(metavar="DST", help="The folder to write.")],
+    vision: Annotated[str | None, typer.Option(help="CLIP, SigLIP or DINOv2 tower: folder or Hub id.")] = None,
+    text: Annotated[str | None, typer.Option(help="Causal language model: folder or Hub id.")] = None,
+    projector: Annotated[
+        Path | None, typer.Option(help="File of a projector (safetensors, mm_projector.bin); default: a fresh one.")
+    ] = None,
+    preset: Annotated[str | None, typer.Option(help="'micro': the small real LLaVA, from package wheels.")] = None,
+    wheels: Wheels = None,
+    seed: Annotated[int, typer.Option(help="Of a fresh projector.")] = 0,
+    overwrite: Overwrite = False,
+) -> None:
+    """Put a stock LLaVA together from a vision tower and a language model."""
+    from llava_norm_align.conversion.assemble import assemble as run
+    from llava_norm_align.conversion.micro import assemble_micro
+
+    if preset is not None:
+        if preset != "micro":
+            raise InputError(f"--preset is {preset!r}; the only preset is 'micro'. Pass that, or --vision and --text.")
+        if vision or text or projector:
+            raise InputError("--preset micro brings its own parts; leave out --vision, --text and --projector.")
+        folder = assemble_micro(target, wheels=wheels, overwrite=overwrite)
+    elif wheels:
+        raise InputError("--wheels belongs to --preset micro, but --vision and --text bring the parts. Leave it out.")
+    elif not (vision and text):
+        raise InputError("assemble needs two parts. Pass --vision and --text (folders or Hub ids), or --preset micro.")
+    else:
+        folder = run(target, vision, text, projector, overwrite=overwrite, seed=seed)
+    typer.echo(f"Written: {folder}")
+
+
+def convert(
+    source: Annotated[
+        str, typer.Argument(metavar="SRC", help="A LLaVA checkpoint (folder, Hub id) or mm_projector.bin.")
+    ],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="The folder to write.")],
+    vision: Annotated[
+        str | None, typer.Option(help="Vision tower (folder or Hub id) of a source in the original LLaVA layout.")
+    ] = None,
+    text: Annotated[str | None, typer.Option(help="Language model (folder or Hub id) of an mm_projector.bin.")] = None,
+    projector: Annotated[
+        Path | None, typer.Option(help="File of a projector, and of its norm if it has one, in place of SRC's own.")
+    ] = None,
+    norm: Annotated[str, typer.Option(help="layer_norm (the paper), rms_norm, scale or none.")] = "layer_norm",
+    target_norm: Annotated[
+        float | None, typer.Option("--target", help="L2 norm that visual tokens start with; default: measured.")
+    ] = None,
+    start: Annotated[
+        str, typer.Option(help="Where the gain starts: text (at T, the paper) or visual (at the model's own norm).")
+    ] = "text",
+    fold: Annotated[
+        bool, typer.Option("--fold", help="Of --norm scale: into the projector; the result is stock.")
+    ] = False,
+    link: Annotated[bool, typer.Option("--link", help="Hard links to the source's weight files, no copies.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, say what would be done; no write.")
+    ] = False,
+    bias: Annotated[bool, typer.Option("--bias/--no-bias", help="A bias in the norm.")] = True,
+    gradient_compensation: Annotated[
+        bool,
+        typer.Option("--gradient-compensation/--no-gradient-compensation", help="The paper's GWC, in training only."),
+    ] = True,
+    images: Annotated[
+        list[Path] | None,
+        typer.Option("--images", readable=False, help="Image, or folder of images, to measure on; may be repeated."),
+    ] = None,
+    report: Annotated[
+        bool | None, typer.Option("--report/--no-report", help="Compare with the source; default: on under 4 GB.")
+    ] = None,
+    revision: Revision = None,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Give an existing LLaVA a calibrated norm after its projector; its own weights are copied byte for byte."""
+    from llava_norm_align.conversion.convert import convert as run
+    from llava_norm_align.conversion.describe import describe
+
+    imports = time.process_time()
+    summary = run(
+        source,
+        target,
+        revision=revision,
+        vision=vision,
+        text=text,
+        projector=projector,
+        norm_type=norm,
+        target_norm=target_norm,
+        start=start,
+        fold=fold,
+        link=link,
+        dry_run=dry_run,
+        bias=bias,
+        gradient_compensation=gradient_compensation,
+        images=image_files(images or []),
+        report=report,
+        overwrite=overwrite,
+    )
+    summary["seconds"]["imports"] = imports
+    show(summary, as_json, describe)
+
+
+def merge(
+    adapter: Annotated[str, typer.Argument(metavar="ADAPTER", help="A LoRA adapter of a LLaVA: folder or Hub id.")],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="The folder to write.")],
+    base: Annotated[str | None, typer.Option(help="Its base model; default: the one that it names.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a base on the Hub.")] = None,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Merge a LoRA adapter into its base model: a full folder, with projector and norm from the adapter."""
+    from llava_norm_align.trl_recipes.merge import describe
+    from llava_norm_align.trl_recipes.merge import merge as run
+
+    summary = run(adapter, target, base=base, revision=revision, overwrite=overwrite)
+    show(summary, as_json, describe)
+
+
+def extract_lm(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A LLaVA: folder or Hub id.")],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="The folder to write.")],
+    revision: Revision = None,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write the language model of a LLaVA as a plain folder, byte for byte, for tools that know text only."""
+    from llava_norm_align.evaluation.extract_lm import describe
+    from llava_norm_align.evaluation.extract_lm import extract_lm as run
+
+    show(run(model, target, revision=revision, overwrite=overwrite), as_json, describe)
+
+
+def doctor(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", readable=False, help="A norm-aligned model folder.")],
+    pythons: Annotated[
+        list[Path] | None,
+        typer.Option("--python", metavar="PATH", help="Another interpreter to load it in; may be repeated."),
+    ] = None,
+    repaired: Annotated[
+        bool, typer.Option("--repair", help="First repair processor fields, tokenizer class and code files.")
+    ] = False,
+    not_loaded: Annotated[bool, typer.Option("--no-load", help="Do not load the model and let it answer.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Check a norm-aligned model folder; exit code 1 if a check fails."""
+    from llava_norm_align.conversion.doctor import REPAIRABLE, examine_stepwise, repair
+
+    changes = repair(folder) if repaired else []
+    echo = echo_unless(as_json)
+    for change in changes:
+        echo(f"Repaired: {change}")
+    checks = []
+    for check in examine_stepwise(folder, load=not not_loaded, pythons=pythons or []):
+        checks.append(check)
+        echo(f"[{check.number}] {check.name}: {check.status} ({check.detail})")
+    failed = sum(check.status == "failed" for check in checks)
+    if as_json:
+        content = {"folder": str(folder), "ok": not failed, "checks": list(map(vars, checks)), "repaired": changes}
+        show_json(content)
+    echo(f"{failed} of {len(checks)} checks failed" if failed else "No check failed")
+    if {check.name for check in checks if check.status == "failed"} & set(REPAIRABLE) and not repaired:
+        echo("What --repair can mend: processor fields (a -> b above), tokenizer class, code files")
+    if failed:
+        raise typer.Exit(1)
