@@ -7,6 +7,7 @@ JOBS ?= 2
 PY := .venv/bin/python
 PY4 := .venv-tf4/bin/python
 NEWEST := .venv-newest/bin/python
+LMMS := .venv-lmms/bin/python
 EXTRAS := dev,micro,plots,samples
 EXTRAS_5 := $(EXTRAS),train,eval
 INSTALL := -m pip install --disable-pip-version-check
@@ -15,7 +16,7 @@ INSTALL := -m pip install --disable-pip-version-check
 FAST := env OMP_NUM_THREADS=1
 PYTEST_FAST := -m pytest tests/fast -n $(JOBS) --dist loadfile
 
-.PHONY: help demo test test-slow test-newest lint format readme clean
+.PHONY: help demo test test-slow test-newest test-lmms lint format release-folder readme clean
 .DELETE_ON_ERROR:
 
 help:
@@ -23,7 +24,8 @@ help:
 	@echo 'make test         lint and all tests, with transformers 5 (.venv) and 4.57 (.venv-tf4)'
 	@echo 'make test-slow    the tests that take longer than that'
 	@echo 'make test-newest  fast tests and load matrix with the newest dependencies (.venv-newest); TORCH=torch: of torch, too'
-	@echo 'make lint, make format, make readme, make clean'
+	@echo 'make test-lmms    lmms-eval itself on local tasks, in an environment of its own (.venv-lmms)'
+	@echo 'make release-folder: micro-LLaVA, trained with its norm, ready to release; make lint, format, readme, clean'
 
 demo: .venv/.ready
 	.venv/bin/llava-norm-align demo --overwrite
@@ -43,6 +45,9 @@ test-newest: .venv-tf4/.ready
 	$(FAST) $(NEWEST) $(PYTEST_FAST)
 	$(NEWEST) -m pytest tests/matrix
 
+test-lmms: .venv-lmms/.ready
+	$(FAST) $(LMMS) -m pytest tests/lmms
+
 lint: .venv/.ready
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
@@ -50,6 +55,10 @@ lint: .venv/.ready
 format: .venv/.ready
 	.venv/bin/ruff check --fix
 	.venv/bin/ruff format
+
+# Two trainings: half an hour on two cores. It goes on where it was stopped.
+release-folder: .venv/.ready
+	$(PY) -m llava_norm_align.release.micro_folder out/release
 
 readme: .venv/.ready
 	$(PY) docs/readme.py
@@ -64,6 +73,11 @@ clean:
 
 .venv-tf4/.ready: constraints/transformers-4.txt setup.cfg pyproject.toml
 	$(call environment,.venv-tf4,$(TORCH),-c $<,$(EXTRAS))
+	@touch $@
+
+# --no-deps: see constraints/lmms.txt, which lists all that is needed.
+.venv-lmms/.ready: constraints/lmms.txt setup.cfg pyproject.toml
+	$(call environment,.venv-lmms,$(TORCH),--no-deps -r $<,eval)
 	@touch $@
 
 # $(call environment,FOLDER,TORCH,PIP OPTIONS,EXTRAS): a virtual environment with the package, editable. A torch that is

@@ -32,6 +32,7 @@ from llava_norm_align.conversion.replaced_projector import check_norm_start, rep
 from llava_norm_align.conversion.report import run_in_fresh_process
 from llava_norm_align.conversion.source import Source, read_source
 from llava_norm_align.conversion.target import calibrate, scale_factor
+from llava_norm_align.conversion.tokenizer_class import match_stock_tokenizer, missing_file
 from llava_norm_align.conversion.verify import check_keys, quiet_transformers
 from llava_norm_align.conversion.weight_files import (
     LEARNED,
@@ -129,7 +130,7 @@ def convert(
             _describe_projector(calibration, fields, stock, of_file, target_norm)
         clock.lap("calibrate")
 
-        notes += _write_small_files(folder, stock)
+        notes += _write_small_files(folder, stock, fold)
         # the processor's classes ask for the model's type
         write_config(folder, stock, None if fold else {"norm_align_type": "none"})
         problem = _processor_problem(folder, stock) if report or on_images else None
@@ -145,7 +146,8 @@ def convert(
         notes += write_config(folder, stock, None if fold else fields)
         plan = plan_weights(stock, fields, link or staged, fold)
         lay_out(folder, stock, plan, fields)
-        write_json(folder / FOLDER / "calibration.json", {**provenance(), **calibration})
+        made_of = {"source": source, "source_on_hub": not Path(source).exists()}
+        write_json(folder / FOLDER / "calibration.json", {**provenance(), **made_of, **calibration})
         tensors = _check_source_fits(folder, stock, origin, fold)
         clock.lap("check")
         summary = {
@@ -177,6 +179,9 @@ def convert(
                 f"The converted model and {origin} give different logits for text without an image; they must "
                 "be bit-equal. Nothing was kept. Please report this with the versions of transformers and torch."
             )
+        if comparison:
+            content = {**provenance(), **made_of, **calibration, "report": comparison}
+            write_json(folder / FOLDER / "calibration.json", content)
         clock.lap("report")
         shutil.rmtree(folder / STAGE, ignore_errors=True)
     return {
@@ -338,7 +343,7 @@ def _processor_problem(folder: Path, stock: Source) -> str | None:
     return None
 
 
-def _write_small_files(folder: Path, stock: Source) -> list[str]:
+def _write_small_files(folder: Path, stock: Source, fold: bool) -> list[str]:
     """Write everything but config.json, code and the weights; returns notes for the user."""
     notes = copy_small_files(stock.folder, folder)
     if not stock.weights.pickled:
@@ -348,7 +353,10 @@ def _write_small_files(folder: Path, stock: Source) -> list[str]:
         ]
     with quiet_transformers():
         notes += complete_processor_files(folder, stock.config)
-    return notes + make_tokenizer_portable(folder) + carry_chat_template(folder)
+    notes += make_tokenizer_portable(folder)
+    if not fold:  # which is a stock model
+        notes += match_stock_tokenizer(folder, stock.kind) + missing_file(folder, stock.kind)
+    return notes + carry_chat_template(folder)
 
 
 def _describe(file: WeightFile, origin: Path | None) -> dict[str, Any]:

@@ -18,10 +18,11 @@ from llava_norm_align.conversion.doctor_checks import CONFIG_FILE, Failed, NotRu
 from llava_norm_align.conversion.doctor_processor import (
     check_processor,
     check_tokenizer,
+    mend_tokenizer,
     processor_changes,
     tokenizer_changes,
 )
-from llava_norm_align.conversion.processor_fields import complete_processor_files, make_tokenizer_portable
+from llava_norm_align.conversion.processor_fields import complete_processor_files
 from llava_norm_align.conversion.processor_files import carry_chat_template
 from llava_norm_align.conversion.verify import quiet_transformers
 
@@ -128,4 +129,4 @@ def _repair_processor(patient: Patient) -> list[str]:
 
 
 def _repair_tokenizer(patient: Patient) -> list[str]:
-    return make_tokenizer_portable(patient.folder) if tokenizer_changes(patient) else []
+    return mend_tokenizer(patient.folder, patient) if tokenizer_changes(patient) else []

@@ -26,6 +26,7 @@ from llava_norm_align.conversion.processor_fields import (
     make_tokenizer_portable,
     token_ids,
 )
+from llava_norm_align.conversion.tokenizer_class import match_stock_tokenizer
 from llava_norm_align.conversion.verify import quiet_transformers
 
 TOKENIZER_FILES = ("tokenizer.json", TOKENIZER_FILE, "tokenizer.model", "vocab.json")
@@ -82,9 +83,15 @@ def processor_changes(patient: Patient) -> list[str]:
 
 
 def tokenizer_changes(patient: Patient) -> list[str]:
-    """What making the tokenizer portable would change, in words."""
-    with copied(patient.folder, TOKENIZER_FILE) as copy:
-        return make_tokenizer_portable(copy)
+    """What `mend_tokenizer` would change, in words."""
+    with copied(patient.folder, TOKENIZER_FILE, "tokenizer.json") as copy:
+        return mend_tokenizer(copy, patient)
+
+
+def mend_tokenizer(folder: Path, patient: Patient) -> list[str]:
+    """Let both lines load the tokenizer in `folder` and read texts as the stock model's; returns what was changed."""
+    kind = patient.model_class.config_class.model_type.removesuffix("_norm_align")
+    return make_tokenizer_portable(folder) + match_stock_tokenizer(folder, kind)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from llava_norm_align.common.results import write_json
 from llava_norm_align.common.weights import read_json
 from llava_norm_align.conversion.files import COPIED_NAMES, small_files
 from llava_norm_align.conversion.processor_fields import PROCESSOR_FILE, TOKENIZER_FILE, make_tokenizer_portable
+from llava_norm_align.conversion.tokenizer_class import read_by_file
 from llava_norm_align.conversion.verify import quiet_transformers
 
 TOKENIZER_FILES = (
@@ -70,12 +71,10 @@ def write_tokenizer(folder: Path, source: Path) -> None:
     settings = _copy_tokenizer(folder, source)
     template = _read_template(source, settings)
     settings = {key: value for key, value in settings.items() if key not in ("processor_class", "chat_template")}
-    if _has(folder, "tokenizer.json"):
-        # The class of a language model's type would make rules of its own; LLaVA's types read the file as it is.
-        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
-        settings.setdefault("model_input_names", ["input_ids", "attention_mask"])  # 4.57 would add token_type_ids
     if settings:
         write_json(folder / TOKENIZER_FILE, settings)
+    # The class of a language model's type would make rules of its own; LLaVA's types read tokenizer.json as it is.
+    read_by_file(folder)
     if template is not None:
         (folder / TEMPLATE_FILE).write_text(template, encoding="utf-8")
     for path in small_files(source):

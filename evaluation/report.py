@@ -101,8 +101,8 @@ def notes(result: dict[str, Any]) -> list[str]:
     if result["differences"]:
         compared = len(result["differences"])
         found.append(
-            "not resolved: the interval holds 0, or McNemar's exact p is 0.05 or more; the data do not say which "
-            "model is better, and not that they are equal."
+            "not resolved: the interval holds 0 or is missing, or McNemar's exact p is 0.05 or more; the data do not "
+            "say which model is better, and not that they are equal."
         )
         if all(len(model["folders"]) == 1 for model in models):
             found.append(

@@ -46,5 +46,5 @@ for verb in (models.assemble, measure.diagnose, models.convert, measure.ask, mod
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})(
     training.train
 )
-for verb in (models.merge, measure.evaluate, models.extract_lm, training.demo):
+for verb in (models.merge, measure.evaluate, models.extract_lm, models.release, training.demo):
     app.command(verb.__name__.replace("_", "-"))(verb)

@@ -95,7 +95,8 @@ def merge(
             save_code(folder, model_class)
         notes = _write_small_files(folder, adapter_folder, base_folder, config)
         origin = {"adapter": str(adapter), "base": base_name, "revision": revision}
-        write_json(folder / FOLDER / "merge.json", {**provenance(), **origin})
+        on_hub = {"base_on_hub": not Path(base_name).exists()}
+        write_json(folder / FOLDER / "merge.json", {**provenance(), **origin, **on_hub})
         notes += _check_result(folder, model_class, config if stock else None)
     if same_start is False:
         notes.append(

@@ -174,3 +174,49 @@ def doctor(
         echo("What --repair can mend: processor fields (a -> b above), tokenizer class, code files")
     if failed:
         raise typer.Exit(1)
+
+
+def release(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", readable=False, help="A norm-aligned model folder.")],
+    repo_id: Annotated[str, typer.Argument(metavar="USER/NAME", help="Where it goes on the Hub.")],
+    license: Annotated[str | None, typer.Option(help="Such as apache-2.0; default: that of the base's card.")] = None,
+    base_model: Annotated[str | None, typer.Option(help="The Hub id of the model that it was made of.")] = None,
+    language: Annotated[list[str] | None, typer.Option(help="Code such as en; may be repeated.")] = None,
+    pythons: Annotated[
+        list[Path] | None,
+        typer.Option("--python", metavar="PATH", help="Another interpreter to load it in; may be repeated."),
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Check everything, show what would go up; no upload.")
+    ] = False,
+    card: Annotated[
+        Path | None, typer.Option(metavar="FILE", readable=False, help="Write the model card there, too.")
+    ] = None,
+    public: Annotated[bool, typer.Option("--public", help="A new repository is public; default: private.")] = False,
+    create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request.")] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch; default: main.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace another model in the repository.")] = False,
+    verify_load: Annotated[
+        bool, typer.Option("--verify-load", help="Download the weights afterwards and let them answer.")
+    ] = False,
+    message: Annotated[str | None, typer.Option(help="Of the commit.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Put a norm-aligned model on the Hub: checks, model card, one commit, and a look at what arrived."""
+    from llava_norm_align.release.release import MESSAGE, Words
+    from llava_norm_align.release.release import release as run
+    from llava_norm_align.release.upload_access import Target
+
+    result = run(
+        folder,
+        Target(repo_id, revision=revision, create_pr=create_pr, public=public, overwrite=overwrite),
+        Words(license, base_model, language or ()),
+        pythons=pythons or [],
+        check=check,
+        card_out=card,
+        verify_load=verify_load,
+        message=message or MESSAGE,
+        echo=echo_unless(as_json),
+    )
+    if as_json:
+        show_json(result)

@@ -9,6 +9,7 @@ from PIL import Image
 from transformers import LlavaForConditionalGeneration
 
 from llava_norm_align import cli
+from llava_norm_align.common.errors import InputError
 from tests.helpers import tiny
 
 
@@ -166,7 +167,7 @@ def test_debug_shows_the_traceback(run, stock, tmp_path, monkeypatch):
     monkeypatch.setattr(
         sys, "argv", ["llava-norm-align", "ask", str(stock), str(tmp_path / "no.png"), "what", "--debug"]
     )
-    with pytest.raises(cli.InputError):
+    with pytest.raises(InputError):
         cli.main()
 
 
@@ -182,6 +183,7 @@ def test_the_verbs():
         "evaluate",
         "extract-lm",
         "merge",
+        "release",
         "train",
     }
 

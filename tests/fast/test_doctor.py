@@ -259,6 +259,7 @@ REPAIRABLE = [
     (6, "another strategy"),
     (7, "class of transformers 5"),
     (7, "list of transformers 5"),
+    (7, "class of another type of model"),
 ]
 
 
@@ -275,6 +276,20 @@ def test_repair_mends_all_that_is_safe_and_no_more(folder):
     assert snapshot(folder) == after
     assert not [path for path in folder.rglob("*") if path.name.endswith(".writing")]
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]  # no lock is left
+
+
+def test_repair_gives_a_folder_of_an_older_version_the_tokens_of_its_source(tmp_path):
+    """Which kept the source's LlamaTokenizer: transformers 5 follows that name only where the type is not llava."""
+    source, folder = write_published("llava-1.5-7b-hf", tmp_path / "source"), tmp_path / "model"
+    convert(str(source), folder, report=False)
+    converted = (folder / "tokenizer_config.json").read_bytes()
+    shutil.copy(source / "tokenizer_config.json", folder)
+    [failed] = [check for check in examine(folder, load=False) if check.status == "failed"]
+    assert failed.number == 7
+    assert '"LlamaTokenizer" -> PreTrainedTokenizerFast, so that transformers 5 gives' in failed.detail
+    [change] = repair(folder)
+    assert change == failed.detail
+    assert (folder / "tokenizer_config.json").read_bytes() == converted  # see test_convert_tokenizer.py
 
 
 def test_repair_leaves_a_sound_folder_byte_for_byte(folder):

@@ -70,7 +70,7 @@ def test_extract_lm(run, root, tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("evaluate {source} --tasks txt", r"txt, which is not known\. Name easy-vqa, a JSON file.*Did you mean text\?"),
+        ("evaluate {source} --tasks txt", r"txt, which is not known\. Name easy-vqa, a JSON .*Did you mean text\?"),
         ("evaluate {source} --tasks easy-vqua", r"Did you mean easy-vqa\?"),
         (
             "evaluate {source} --tasks text --tasks {root}/set.json",

@@ -70,7 +70,10 @@ def test_wheel_metadata(wheels):
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Requires-Python"] == ">=3.11"
     assert {"licenses/LICENSE", "licenses/THIRD_PARTY.md"} <= names
-    assert entry_points.split() == ["[console_scripts]", "llava-norm-align", "=", "llava_norm_align.cli:main"]
+    assert entry_points.split() == [
+        *("[console_scripts]", "llava-norm-align", "=", "llava_norm_align.cli:main"),
+        *("[lmms_eval.models]", "llava_norm_align", "=", "llava_norm_align.evaluation.lmms:manifest"),
+    ]
 
 
 def test_wheel_adds_one_package_to_an_empty_environment(wheels, tmp_path):
@@ -87,6 +90,10 @@ NEED_TRL = {
 }
 
 
+# lmms-eval, in an environment of its own
+NEED_LMMS_EVAL = {"llava_norm_align.evaluation.lmms_model"}
+
+
 @pytest.mark.parametrize(
     ("installed", "in_clone"),
     [("editable", False), ("wheel", False), ("wheel", True), ("nothing", True)],
@@ -99,7 +106,8 @@ def test_every_module_imports(installed, in_clone, environments, packaged, clone
     expected = {
         name: (clone / packaged[file] if from_clone else environment.site / file).resolve()
         for name, file in install.module_names(packaged).items()
-        if name not in NEED_TRL or importlib.util.find_spec("trl")
+        if (name not in NEED_TRL or importlib.util.find_spec("trl"))
+        and (name not in NEED_LMMS_EVAL or importlib.util.find_spec("lmms_eval"))
     }
     assert {"llava_norm_align.cli", "llava_norm_align.common.folders"} <= set(expected)
     out = run([environment.python, "-c", IMPORT, *expected], clone if in_clone else tmp_path)

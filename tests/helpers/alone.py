@@ -134,6 +134,21 @@ def tokenize(task):
     return {"ids": [tokenizer(text).input_ids for text in task["texts"]], "prompt": prompt}
 
 
+def token_ids(task):
+    """What the tokenizer of a processor makes of some texts: each alone, all as one padded batch, and back as text.
+
+    With "only_tokenizer" the tokenizer is loaded without its processor; with "save" what was loaded is saved there.
+    """
+    loaded = (AutoTokenizer if task["only_tokenizer"] else AutoProcessor).from_pretrained(task["folder"])
+    if "save" in task:
+        loaded.save_pretrained(task["save"])
+    tokenizer = loaded if task["only_tokenizer"] else loaded.tokenizer
+    ids = [tokenizer(text).input_ids for text in task["texts"]]
+    special = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
+    batch = dict(tokenizer(task["texts"], padding=True)) if tokenizer.pad_token else {}
+    return {"ids": ids, "decoded": [tokenizer.decode(found) for found in ids], "special": special, "batch": batch}
+
+
 def check(task):
     """Whether it loads, and what the answer or the error is."""
     try:

@@ -341,6 +341,9 @@ DAMAGES = {
         "class of transformers 5": set_fields(
             "tokenizer_config.json", "TokenizersBackend", tokenizer_class="TokenizersBackend"
         ),
+        "class of another type of model": set_fields(
+            "tokenizer_config.json", '"LlamaTokenizer" -> PreTrainedTokenizerFast', tokenizer_class="LlamaTokenizer"
+        ),
         "list of transformers 5": set_fields(
             "tokenizer_config.json", "extra_special_tokens", extra_special_tokens=["<extra1>"]
         ),

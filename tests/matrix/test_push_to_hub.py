@@ -42,7 +42,7 @@ print(json.dumps([type(model).__name__, str(norm.weight.dtype), norm.weight.toli
 @pytest.fixture(scope="module")
 def pushed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pushed")
-    with hub.running() as server:
+    with hub.running(folder / "hub") as server:
         hub.run([sys.executable, "-c", PUSH, folder / "out"], server, folder / "home", os.environ, lines.ROOT)
         yield folder / "out", server
 
