@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from llava_norm_align.common.errors import InputError
-from llava_norm_align.common.loading import resolve_weights
+from llava_norm_align.common.loading import check_placement, resolve_weights
 from llava_norm_align.common.results import provenance, weights_sha256, write_json, write_text
 from llava_norm_align.diagnosis.files import result_folder
-from llava_norm_align.evaluation.candidates import split_seeds
+from llava_norm_align.evaluation.candidates import find_candidates, split_seeds
 from llava_norm_align.evaluation.evaluate import BATCH_SIZE, MAX_NEW_TOKENS, evaluate
 from llava_norm_align.evaluation.lmms import LLAVA_TASKS, PAPER_TASKS, evaluate_lmms, lmms_table
 from llava_norm_align.evaluation.tasks import GROUPS
@@ -83,16 +83,22 @@ def evaluate_any(
     _refuse("test sets of our own", tasks, {"--images": images, "--max-new-tokens": max_new_tokens})
     common = {"tasks": wanted, "revision": revision, "limit": limit, "batch_size": batch_size, "dtype": dtype}
     common |= {"device": device, "include_path": include_path}
-    models = [name for argument in (model, *baselines) for name in split_seeds(argument)]
-    paths = [resolve_weights(name, None if number else revision) for number, name in enumerate(models)]
     kind = "text" if group == "text" else "lmms"
-    target = result_folder(models[0], paths[0], out)
     if kind == "text":
         loading = {"--device-map": device_map, "--load-in-4bit": four_bit, "--trust-remote-code": trust_remote_code}
         _refuse("tasks about images", tasks, loading)
+        models = [name for argument in (model, *baselines) for name in split_seeds(argument)]
+        paths = [resolve_weights(name, None if number else revision) for number, name in enumerate(models)]
+        target = result_folder(models[0], paths[0], out)
         result, table = evaluate_text(models, untouched=untouched, **common), text_table
     else:
         _refuse("tasks of text", tasks, {"--untouched": untouched})
+        check_placement(dtype, device, device_map, four_bit)
+        same = {"dtype": dtype, "four_bit": four_bit, "max_new_tokens": MAX_NEW_TOKENS}  # the last is the task's own
+        candidates = find_candidates(model, baselines, revision=revision, trust_remote_code=trust_remote_code, **same)
+        folders = [folder for candidate in candidates for folder in candidate.folders]
+        models, paths = [folder.name for folder in folders], [folder.path for folder in folders]
+        target = result_folder(models[0], paths[0], out)
         loading = {"device_map": device_map, "four_bit": four_bit, "trust_remote_code": trust_remote_code}
         result, table = evaluate_lmms(models, **common, **loading), lmms_table
     hashes = {name: weights_sha256(path) for name, path in zip(models, paths, strict=True)}

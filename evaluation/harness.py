@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-TAIL = 4000  # characters of what a program says that are kept for an error
+TAIL = 20_000  # characters of what a program says that are kept for an error
 
 
 def run_and_show(command: list[str], folder: Path | None = None) -> tuple[int, str]:

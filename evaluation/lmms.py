@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llava_norm_align.common.errors import InputError
 from llava_norm_align.common.loading import check_placement, load_config, resolve_weights
@@ -19,10 +19,6 @@ from llava_norm_align.evaluation.harness import last_words, run_and_show, score_
 from llava_norm_align.evaluation.lmms_samples import RIGHT_ANSWERS, Samples, paired_differences, read_samples
 from llava_norm_align.evaluation.paired import import_statistics
 from llava_norm_align.evaluation.report import verdict
-
-if TYPE_CHECKING:
-    from lmms_eval.models.registry_v2 import ModelManifest
-    from lmms_eval.tasks import TaskManager
 
 # names in lmms-eval's own registry
 PAPER_TASKS = ("mmbench_en_dev", "mmstar", "pope", "seedbench_2", "ocrbench", "scienceqa_img", "ai2d")
@@ -48,11 +44,12 @@ HEADLINES = {
     "vqav2_val": ("exact_match", 100),
 }
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+RETRIED = re.compile(r"RetryError\[.* raised (\w+)>\]")
 ERROR = re.compile(r"^(?:Error: |[^|]*\| ERROR +\| [^-]* - (?:Error during evaluation: )?)(.*)")
 
 
-def manifest() -> "ModelManifest":
-    """What lmms-eval reads through the entry point: where the class of `--model llava_norm_align` is."""
+def manifest() -> Any:
+    """The ModelManifest that lmms-eval reads through the entry point: where the class of MODEL is."""
     from lmms_eval.models.registry_v2 import ModelManifest
 
     return ModelManifest(MODEL, simple_class_path="llava_norm_align.evaluation.lmms_model.LlavaNormAlign")
@@ -163,7 +160,7 @@ def find_tasks(names: Sequence[str], folders: Sequence[str], place: Path) -> dic
     return {_with_prompts(manager, task, place): task for task in each}
 
 
-def _with_prompts(manager: "TaskManager", task: str, place: Path) -> str:
+def _with_prompts(manager: Any, task: str, place: Path) -> str:
     from lmms_eval.utils import load_yaml_config
 
     if manager.task_index[task]["type"] != "task":
@@ -209,10 +206,14 @@ def _run(
 
 
 def _error_in(tail: str) -> str:
-    """The last error that lmms-eval told, or its last line."""
+    """The last error that lmms-eval told, or its last line; of what it tried in vain several times, the reason."""
     plain = COLOURS.sub("", tail)
-    errors = [found[1] for found in map(ERROR.match, plain.splitlines()) if found]
-    return last_words(errors[-1].partition(". Please set `--verbosity")[0] if errors else plain)
+    lines = plain.splitlines()
+    errors = [found[1].partition(". Please set `--verbosity")[0] for found in map(ERROR.match, lines) if found]
+    retried = RETRIED.match(errors[-1]) if errors else None
+    if retried:
+        errors += [line for line in lines if re.match(rf"(?:\w+\.)*{retried[1]}: ", line)]
+    return last_words(errors[-1] if errors else plain)
 
 
 def _differences(

@@ -17,9 +17,9 @@ Samples = dict[int, dict[str, Any]]  # what was logged of each question, by doc_
 
 
 def read_samples(path: Path) -> Samples | None:
-    """The lines of a samples file; None if a question has several: one for each filter, which they do not name."""
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    samples = {row["doc_id"]: row for row in rows}
+    """The lines of a samples file by doc_id; None if a question has several, one for each filter: none is named."""
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+    samples = {row["doc_id"]: row for row in sorted(rows, key=lambda row: row["doc_id"])}
     return samples if len(samples) == len(rows) else None
 
 

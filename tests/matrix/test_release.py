@@ -29,7 +29,7 @@ question = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "te
 prompt = processor.apply_chat_template(question, add_generation_prompt=True)
 inputs = processor(text=prompt, images=Image.fromarray(pixels), return_tensors="pt")
 with torch.no_grad():
-    model.eval()(**inputs).logits.numpy().tofile(out)
+    model.eval()(**inputs).logits.float().numpy().tofile(out)
 print(type(model).__name__, type(model).__module__)
 """
 
