@@ -9,7 +9,7 @@ PY4 := .venv-tf4/bin/python
 NEWEST := .venv-newest/bin/python
 LMMS := .venv-lmms/bin/python
 EXTRAS := dev,micro,plots,samples
-EXTRAS_5 := $(EXTRAS),train,eval
+EXTRAS_5 := $(EXTRAS),train,eval,app
 INSTALL := -m pip install --disable-pip-version-check
 
 # One thread a process: tiny models gain nothing from more, and the workers would fight for the cores.

@@ -64,7 +64,7 @@ def open_access(
     check_names(target)
     with hub_errors(api, target.repo_id, "asking for access", Remote(), echo):
         user = patiently(api.whoami, echo=echo)
-        _check_role(user, target)
+        check_role(user, target)
         try:
             info = patiently(api.model_info, target.repo_id, echo=echo)
         except RepositoryNotFoundError:
@@ -101,7 +101,7 @@ def check_names(target: Target) -> None:
         raise InputError(f"--create-pr opens a pull request, and {revision} is one. Leave one of the two out.")
 
 
-def _check_role(user: dict[str, Any], target: Target) -> None:
+def check_role(user: dict[str, Any], target: Target) -> None:
     """What the account itself says. The rights of a fine-grained token are known only when they are used."""
     role = ((user.get("auth") or {}).get("accessToken") or {}).get("role")
     if role == "read":

@@ -2,7 +2,7 @@
 
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -177,8 +177,10 @@ def doctor(
 
 
 def release(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", readable=False, help="A norm-aligned model folder.")],
-    repo_id: Annotated[str, typer.Argument(metavar="USER/NAME", help="Where it goes on the Hub.")],
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="FOLDER", readable=False, help="A norm-aligned model folder.")
+    ] = None,
+    repo_id: Annotated[str | None, typer.Argument(metavar="USER/NAME", help="Where it goes on the Hub.")] = None,
     license: Annotated[str | None, typer.Option(help="Such as apache-2.0; default: that of the base's card.")] = None,
     base_model: Annotated[str | None, typer.Option(help="The Hub id of the model that it was made of.")] = None,
     language: Annotated[list[str] | None, typer.Option(help="Code such as en; may be repeated.")] = None,
@@ -200,23 +202,54 @@ def release(
         bool, typer.Option("--verify-load", help="Download the weights afterwards and let them answer.")
     ] = False,
     message: Annotated[str | None, typer.Option(help="Of the commit.")] = None,
+    space: Annotated[
+        str | None, typer.Option(metavar="USER/SPACE", help="In place of a model: a Space that shows --model.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="ID@COMMIT", help="Of --space: the norm-aligned model on the Hub.")
+    ] = None,
+    base: Annotated[str | None, typer.Option(metavar="ID@COMMIT", help="Of --space: the model beside it.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Of --space: a new folder to write the Space to, too.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Put a norm-aligned model on the Hub: checks, model card, one commit, and a look at what arrived."""
     from llava_norm_align.release.release import MESSAGE, Words
     from llava_norm_align.release.release import release as run
+    from llava_norm_align.release.space import release_space
     from llava_norm_align.release.upload_access import Target
 
-    result = run(
-        folder,
-        Target(repo_id, revision=revision, create_pr=create_pr, public=public, overwrite=overwrite),
-        Words(license, base_model, language or ()),
-        pythons=pythons or [],
-        check=check,
-        card_out=card,
-        verify_load=verify_load,
-        message=message or MESSAGE,
-        echo=echo_unless(as_json),
-    )
+    echo = echo_unless(as_json)
+    if space is not None:
+        of_model = {"FOLDER": folder, "--python": pythons, "--verify-load": verify_load, "--create-pr": create_pr}
+        of_model |= {"--base-model": base_model, "--language": language, "--revision": revision, "--card": card}
+        _refuse(of_model | {"--message": message}, "of a model, and --space puts up a page")
+        if model is None:
+            raise InputError("--space needs a model to show. Pass --model user/name@COMMIT, as release printed it.")
+        target = Target(space, public=public, overwrite=overwrite)
+        result = release_space(target, model, base=base, license=license, check=check, out=out, echo=echo)
+    else:
+        _refuse({"--model": model, "--base": base, "--out": out}, "of --space")
+        if folder is None or repo_id is None:
+            raise InputError(
+                "release needs a folder and a name. Pass FOLDER USER/NAME, or --space USER/SPACE --model ID."
+            )
+        result = run(
+            folder,
+            Target(repo_id, revision=revision, create_pr=create_pr, public=public, overwrite=overwrite),
+            Words(license, base_model, language or ()),
+            pythons=pythons or [],
+            check=check,
+            card_out=card,
+            verify_load=verify_load,
+            message=message or MESSAGE,
+            echo=echo,
+        )
     if as_json:
         show_json(result)
+
+
+def _refuse(options: dict[str, Any], why: str) -> None:
+    """InputError for an option that was passed and has no meaning here."""
+    for name, value in options.items():
+        if value:
+            raise InputError(f"{name} is {why}. Leave it out.")

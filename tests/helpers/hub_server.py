@@ -49,9 +49,9 @@ class Hub:
 
     # For tests
 
-    def files(self, name, revision="main"):
-        """Contents by path of a model."""
-        files = self.repositories["model", name].files(revision)
+    def files(self, name, revision="main", type="model"):
+        """Contents by path of a model or a Space."""
+        files = self.repositories[type, name].files(revision)
         return {path: file["data"] if "data" in file else self.content(file["sha256"]) for path, file in files.items()}
 
     def content(self, sha256):
@@ -59,9 +59,9 @@ class Hub:
             return self.xet.content(sha256)
         return self.storage.path(sha256).read_bytes()
 
-    def titles(self, name, revision="main"):
-        """Of the commits of a model, the oldest first."""
-        repository = self.repositories["model", name]
+    def titles(self, name, revision="main", type="model"):
+        """Of the commits of a model or a Space, the oldest first."""
+        repository = self.repositories[type, name]
         return [repository.commits[commit]["title"] for commit in repository.history(revision)][::-1]
 
     def fault(self, match, **fields):

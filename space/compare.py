@@ -1,0 +1,63 @@
+"""The result files of the norm-aligned model's folder: its evaluation as tables, its training as curves."""
+
+import base64
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from llava_norm_align.common.errors import InputError
+from llava_norm_align.release import card_evaluation
+from llava_norm_align.release.card_results import Results, read_results
+from llava_norm_align.space.models import Shown
+from llava_norm_align.trl_recipes.curves import write_curves
+
+NO_ALIGNED = (
+    "This page shows a stock model alone, so there is nothing to compare. Start it with a norm-aligned model as "
+    "`--aligned` (environment: `LLAVA_NORM_ALIGN_ALIGNED`)."
+)
+NO_EVALUATION = (
+    "The model's folder holds no evaluation of these weights. `llava-norm-align evaluate MODEL --baseline OTHER "
+    "--tasks easy-vqa` writes one, with paired differences and intervals, and this page then shows it."
+)
+NO_TRAINING = (
+    "The model's folder holds no record of a training. A norm that was put into a trained model and not trained "
+    "afterwards changes its answers, and mostly for the worse."
+)
+LINKS = ("How it was measured: [", "The numbers: [")  # of a card, to files beside it
+
+
+def compare(models: Sequence[Shown]) -> tuple[str, str]:
+    """(Markdown of the evaluation, HTML of the training's curves) of the norm-aligned model."""
+    aligned = next((shown for shown in models if shown.aligned), None)
+    if aligned is None:
+        return NO_ALIGNED, ""
+    try:
+        results = read_results(aligned.folder)
+        return evaluation(results), curves(results)
+    except InputError:  # a file that another hand wrote; its message names paths
+        return "The result files in the model's folder cannot be read. `llava-norm-align doctor` looks at them.", ""
+
+
+def evaluation(results: Results) -> str:
+    """The tables and their notes as Markdown."""
+    if not (results.evaluation or results.text or results.lmms):
+        return NO_EVALUATION
+    parts = card_evaluation.evaluation(results).split("\n\n")[1:]  # without the title
+    return "\n\n".join(part for part in parts if not part.startswith(LINKS))
+
+
+def curves(results: Results) -> str:
+    """The training's curves as an image of HTML, or why there are none."""
+    history = (results.training or {}).get("history") or []
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "curves.png"
+        write_curves(history, file)
+        if not file.exists():
+            return f"<p>{NO_TRAINING}</p>"
+        picture = base64.b64encode(file.read_bytes()).decode()
+    steps = int(results.training["steps"])
+    return (
+        f'<figure class="plot curves"><img src="data:image/png;base64,{picture}" alt="Curves of the training: loss, '
+        f'norms, gradients"><figcaption>{steps} steps: loss; norms where tokens enter the language model; the norm '
+        "layer; gradients by part.</figcaption></figure>"
+    )

@@ -1,0 +1,185 @@
+"""The page: what stands where, and which button calls what of the desk."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import gradio as gr
+
+from llava_norm_align.space import limits, words
+from llava_norm_align.space.desk import Desk, remember
+from llava_norm_align.space.examples import find_examples, micro_note
+from llava_norm_align.space.guard import GuardedBlocks, one_sentence
+
+HOUR = 3600  # seconds
+ONE = {"concurrency_limit": 1, "concurrency_id": "models"}  # of all that computes
+AT_ONCE = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
+DEFAULT_TOKENS = 64
+
+
+def build_page(desk: Desk, address: str) -> gr.Blocks:
+    """The page of `desk`; `address` is what its example of a program names."""
+    with GuardedBlocks(title="Norm alignment, seen", analytics_enabled=False, delete_cache=(HOUR, HOUR)) as page:
+        gr.HTML(words.head(desk.models), elem_id="head")
+        with gr.Tabs(elem_id="tabs"):
+            with gr.Tab("Ask", id="ask", elem_id="tab-ask"):
+                picture, question = _ask(desk)
+            with gr.Tab("See", id="see", elem_id="tab-see") as tab:
+                _see(desk, tab, picture, question)
+            with gr.Tab("Compare", id="compare", elem_id="tab-compare") as tab:
+                _compare(desk, tab)
+            with gr.Tab("API", id="api", elem_id="tab-api"):
+                _api(desk, address)
+        page.unload(_leave(desk))
+    return page
+
+
+def _leave(desk: Desk) -> Any:
+    def leave(request: gr.Request) -> None:
+        desk.leave(request.session_hash or "")
+
+    return leave
+
+
+def _ask(desk: Desk) -> tuple[gr.Image, gr.Textbox]:
+    """Picture, question and settings; the answers, and the visitor's earlier ones."""
+    most = desk.settings.max_new_tokens
+    with gr.Row():
+        with gr.Column(scale=2, min_width=300):
+            picture = gr.Image(
+                label="Picture", type="filepath", height=280, elem_id="picture", buttons=[],
+                sources=["upload", "clipboard", "webcam"], image_mode=None,
+            )  # fmt: skip
+            question = gr.Textbox(
+                label="Question", placeholder="What is in the picture?", max_length=limits.MAX_QUESTION,
+                elem_id="question", lines=1, max_lines=4,
+            )  # fmt: skip
+            with gr.Row():
+                ask = gr.Button("Ask", variant="primary", elem_id="ask", min_width=90)
+                stop = gr.Button("Stop", variant="stop", visible=False, elem_id="stop", min_width=90)
+                retry = gr.Button("Retry", elem_id="retry", min_width=70)
+                clear = gr.Button("Clear", elem_id="clear", min_width=70)
+            with gr.Accordion("Settings", open=False, elem_id="settings"):
+                tokens = gr.Slider(
+                    1, most, min(DEFAULT_TOKENS, most), step=1, label="Most tokens of an answer", elem_id="tokens"
+                )
+                temperature = gr.Slider(
+                    0, limits.MAX_TEMPERATURE, 0, step=0.1, label="Temperature", elem_id="temperature",
+                    info="0: always the likeliest word, so that both models are compared without chance.",
+                )  # fmt: skip
+        with gr.Column(scale=3, min_width=300):
+            with gr.Row():
+                boxes = [
+                    gr.Textbox(
+                        label=f"{shown.role}: {shown.name}",
+                        lines=5,
+                        max_lines=16,
+                        interactive=False,
+                        elem_id="answer-aligned" if shown.aligned else "answer-base",
+                        elem_classes="answer",
+                        placeholder="The answer appears here.",
+                        buttons=["copy"],
+                        min_width=220,
+                    )  # fmt: skip
+                    for shown in desk.models
+                ]
+            gr.HTML(f"<p class='quiet'>{words.ALONE}</p>")
+            history = gr.HTML(elem_id="history")
+            _examples(desk, picture, question)
+    entries = gr.State([], time_to_live=HOUR)
+
+    def begin(request: gr.Request) -> list[Any]:
+        desk.begin(request.session_hash or "")
+        return [gr.update(visible=False), gr.update(visible=True), *[""] * len(boxes)]
+
+    def answer(
+        picture: str | None, question: str, most_tokens: float, temperature: float, request: gr.Request
+    ) -> Iterator[Any]:
+        with one_sentence():
+            for texts in desk.ask(picture, question, most_tokens, temperature, request.session_hash or ""):
+                yield texts if len(texts) > 1 else texts[0]
+
+    def end(request: gr.Request) -> None:
+        desk.stop(request.session_hash or "")
+
+    def keep(again: bool) -> Any:
+        def run(entries: list[dict], picture: str | None, question: str, *answers: str) -> tuple[list[dict], str]:
+            with one_sentence():
+                entries = remember(entries, picture, question, answers, again)
+            return entries, words.history(entries, desk.models)
+
+        return run
+
+    asked = [picture, question, tokens, temperature]
+    buttons = [ask, stop]
+    for triggers, again, name in (([ask.click, question.submit], False, "ask"), ([retry.click], True, None)):
+        named = {"api_name": name} if name else {"api_visibility": "private"}
+        first = gr.on(triggers, begin, None, [*buttons, *boxes], **AT_ONCE)
+        answered = first.then(answer, asked, boxes, **ONE, **named)
+        answered.success(keep(again), [entries, picture, question, *boxes], [entries, history], **AT_ONCE)
+        answered.then(lambda: [gr.update(visible=True), gr.update(visible=False)], None, buttons, **AT_ONCE)
+    stop.click(end, None, None, **AT_ONCE)
+    cleared = [picture, question, *boxes, entries, history]
+    clear.click(lambda: [None, "", *[""] * len(boxes), [], ""], None, cleared, **AT_ONCE)
+    return picture, question
+
+
+def _examples(desk: Desk, picture: gr.Image, question: gr.Textbox) -> None:
+    found = find_examples(desk.models)
+    if not found:
+        return
+    with_answers = any(example.right for example in found)
+    right = gr.Textbox(label="Right answer", visible=False, elem_id="right")
+    rows = [[str(one.picture), one.question, *([one.right] if with_answers else [])] for one in found]
+    gr.Examples(rows, [picture, question, *([right] if with_answers else [])], label="Examples", elem_id="examples")
+    if with_answers:
+        gr.HTML(f"<p class='quiet'>{micro_note(desk.models)}</p>")
+
+
+def _see(desk: Desk, tab: gr.Tab, picture: gr.Image, question: gr.Textbox) -> None:
+    """What the picture and question of the first tab do in the models; measured when the tab is opened."""
+    with gr.Row():
+        gr.HTML(f"<p class='quiet'>{words.LEGEND}</p>", elem_classes="words", min_width=280)
+        measure = gr.Button("Measure", variant="primary", elem_id="measure", scale=0, min_width=140)
+    table, plots = gr.HTML(elem_id="see-table"), gr.HTML(elem_id="see-plots")
+    gr.HTML(words.CONTESTED, elem_id="contested", elem_classes="words")
+    numbers, shown = gr.JSON(visible=False), gr.State(None)
+
+    def show(picture: str | None, question: str) -> tuple[Any, ...]:
+        with one_sentence():
+            return *desk.see(picture, question), (picture, question)
+
+    def show_if_new(picture: str | None, question: str, shown: Any) -> tuple[Any, ...]:
+        if not picture or not (question or "").strip() or shown == (picture, question):
+            return tuple(gr.skip() for _ in range(4))
+        return show(picture, question)
+
+    def see_numbers(picture: str | None, question: str) -> list[dict[str, Any]]:
+        with one_sentence():
+            return desk.numbers(picture, question)
+
+    outputs = [table, plots, numbers, shown]
+    measure.click(show, [picture, question], outputs, **ONE, api_visibility="private")
+    tab.select(show_if_new, [picture, question, shown], outputs, **ONE, api_visibility="private")
+    # a button that nobody sees: its input takes uploads only, as the visible one's does
+    gr.Button(visible=False).click(see_numbers, [picture, question], numbers, **ONE, api_name="see")
+
+
+def _compare(desk: Desk, tab: gr.Tab) -> None:
+    """The result files of the norm-aligned model; read when the tab is opened first."""
+    evaluation = gr.Markdown(elem_id="evaluation", elem_classes="words")
+    gr.HTML("<h3>Training</h3>")
+    curves = gr.HTML(elem_id="curves", elem_classes="words")
+
+    def compare() -> tuple[str, str]:
+        with one_sentence():
+            return desk.compare()
+
+    tab.select(compare, None, [evaluation, curves], api_visibility="private")
+
+
+def _api(desk: Desk, address: str) -> None:
+    about = desk.about()
+    said = "the answer" if len(desk.models) == 1 else "(base, norm-aligned)"
+    facts = {"tokens": about["limits"]["max_new_tokens"], "queue": about["limits"]["waiting"]} | about["limits"]
+    gr.Markdown(words.API.format(address=address, said=said, **facts), elem_id="api-words", elem_classes="words")
+    gr.api(desk.about, api_name="models")

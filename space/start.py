@@ -1,0 +1,88 @@
+"""Loads the models and serves the page."""
+
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+from llava_norm_align.common.errors import InputError, missing_extra
+from llava_norm_align.common.program import run_program
+from llava_norm_align.space.settings import Settings, read_settings
+
+PORT = "GRADIO_SERVER_PORT"
+
+
+def main() -> None:
+    """The program."""
+    run_program(lambda: serve(read_settings(sys.argv[1:]), print))
+
+
+def serve(settings: Settings, echo: Callable[[str], None]) -> None:
+    """Serve the page until the process is ended. InputError for models that cannot be shown, or a port in use."""
+    started = time.perf_counter()
+    prepare_environment()
+    try:
+        import gradio  # noqa: F401
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise missing_extra(error.name or "gradio", "app", "The page, which takes transformers 5,") from None
+    from llava_norm_align.space.desk import Desk
+    from llava_norm_align.space.models import load_models
+
+    desk = Desk(load_models(settings, echo), settings)
+    uploads = os.environ["GRADIO_TEMP_DIR"]
+    try:
+        page = launch(desk)
+        echo(f"The page is at {page.local_url} ({time.perf_counter() - started:.1f} s). End it with Ctrl-C.")
+        page.block_thread()
+    finally:
+        shutil.rmtree(uploads, ignore_errors=True)
+
+
+def prepare_environment() -> None:
+    """What Gradio reads from the environment when it is imported: no statistics sent, uploads in a folder of ours."""
+    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
+    os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+    os.environ["GRADIO_TEMP_DIR"] = tempfile.mkdtemp(prefix="llava-norm-align-")  # for this user alone
+
+
+def launch(desk: Any) -> Any:
+    """Start the server in the background; the page, with its address."""
+    from starlette.middleware import Middleware
+
+    from llava_norm_align.space.guard import NoAddresses
+    from llava_norm_align.space.limits import MAX_BYTES
+    from llava_norm_align.space.page import build_page
+    from llava_norm_align.space.theme import CSS, theme
+
+    page = build_page(desk, own_address()).queue(max_size=desk.settings.queue, default_concurrency_limit=4)
+    try:
+        page.launch(
+            theme=theme(),
+            css=CSS,
+            quiet=True,
+            share=False,
+            ssr_mode=False,
+            mcp_server=False,
+            enable_monitoring=False,
+            run_history=False,
+            show_error=False,
+            footer_links=["settings"],
+            max_file_size=MAX_BYTES,
+            prevent_thread_lock=True,
+            app_kwargs={"middleware": [Middleware(NoAddresses)]},
+        )
+    except OSError as error:
+        raise InputError(
+            f"The page cannot be served ({error}). Set {PORT} to a free port, or GRADIO_SERVER_NAME to an address of "
+            "this machine."
+        ) from error
+    return page
+
+
+def own_address() -> str:
+    """What gradio_client takes: the Space's id, or the address on this machine, if the first port is free."""
+    return os.environ.get("SPACE_ID") or f"http://127.0.0.1:{os.environ.get(PORT) or 7860}"

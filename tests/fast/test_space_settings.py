@@ -1,0 +1,89 @@
+"""Flags and variables that the page is started with, and the models that they name."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("gradio")
+
+from llava_norm_align.common.errors import InputError
+from llava_norm_align.space import models
+from llava_norm_align.space.models import find_models, trained_steps
+from llava_norm_align.space.settings import Settings, read_settings, split_revision
+from tests.helpers import space
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return space.build(tmp_path_factory.mktemp("space"))
+
+
+def found(root, *names):
+    return find_models(Settings(**{name: str(root / folder) for name, folder in names}), print)
+
+
+def test_a_flag_goes_before_its_variable():
+    variables = {"LLAVA_NORM_ALIGN_BASE": "me/base", "LLAVA_NORM_ALIGN_ALIGNED": "me/one@ab12"}
+    variables |= {"LLAVA_NORM_ALIGN_QUEUE": "3", "LLAVA_NORM_ALIGN_WHEELS": "/wheels"}
+    settings = read_settings(["--aligned", "other", "--max-new-tokens", "9"], variables)
+    expected = Settings("me/base", "other", wheels=Path("/wheels"), queue=3, max_new_tokens=9)
+    assert settings == expected
+    assert read_settings([], {"LLAVA_NORM_ALIGN_BASE": ""}) == Settings()
+
+
+@pytest.mark.parametrize("value", ["many", "-1", "1.5", "0", "99999999"])
+def test_a_number_that_is_none_is_refused(value):
+    with pytest.raises(InputError, match="--queue is .* a whole number from 1 to 100000 was expected"):
+        read_settings([f"--queue={value}"], {})
+
+
+def test_a_revision_follows_the_id(tmp_path, monkeypatch):
+    assert split_revision("me/model@v1.0") == ("me/model", "v1.0")
+    assert split_revision("me/model") == ("me/model", None)
+    monkeypatch.chdir(tmp_path)
+    Path("a@b").mkdir()
+    assert split_revision("a@b") == ("a@b", None)
+    for wrong in ("@v1", "me/model@"):
+        with pytest.raises(InputError, match="ID@REVISION"):
+            split_revision(wrong)
+
+
+def test_names_are_never_paths(root):
+    shown = found(root, ("base", "base"), ("aligned", "aligned"))
+    assert [(one.name, one.aligned) for one in shown] == [("base", False), ("aligned", True)]
+
+
+def test_one_model_is_shown_alone(root):
+    assert [one.aligned for one in found(root, ("aligned", "base"))] == [False]
+    assert [one.aligned for one in found(root, ("aligned", "aligned"))] == [True]
+
+
+def test_a_stock_model_in_the_place_of_the_aligned_one_is_refused(root):
+    with pytest.raises(InputError, match="is a llava, which has no norm .* Convert it"):
+        found(root, ("base", "base"), ("aligned", "base"))
+
+
+def test_a_missing_model_is_told_with_what_to_set(root):
+    with pytest.raises(InputError) as error:
+        found(root, ("aligned", "nothing/here"))
+    for words in ("--aligned (LLAVA_NORM_ALIGN_ALIGNED)", "There is no folder", "to see micro-LLaVA"):
+        assert words in str(error.value)
+
+
+def test_without_names_micro_llava_is_shown(root, monkeypatch):
+    monkeypatch.setattr(models, "default_models", lambda wheels, echo: (root / "base", root / "aligned"))
+    shown = find_models(Settings(), print)
+    assert [(one.name, one.aligned, one.micro) for one in shown] == [
+        ("micro-LLaVA", False, True),
+        ("micro-LLaVA with a norm", True, True),
+    ]
+
+
+def test_training_is_read_from_the_folder(root, tmp_path):
+    folder = shutil.copytree(root / "aligned", tmp_path / "aligned")
+    assert trained_steps(folder) is None
+    (folder / "norm_align").mkdir()
+    (folder / "norm_align" / "training.json").write_text(json.dumps({"schema_version": 1, "steps": 100}))
+    assert trained_steps(folder) == 100

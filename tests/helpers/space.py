@@ -1,0 +1,112 @@
+"""The page of tiny models: their folders, app.py as a process of its own, and plain HTTP to it."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import httpx
+
+from llava_norm_align import LlavaNormAlignForConditionalGeneration
+from llava_norm_align.space.models import load_models
+from llava_norm_align.space.settings import Settings
+from tests.helpers import answers, tiny
+
+ROOT = Path(__file__).resolve().parents[2]
+ONE_SENTENCE = re.compile(r"[A-Z][^.;]*[^.]*\.?$")
+
+
+def build(root):
+    """Folders `base` and `aligned` of models that answer in words, and pictures 0.png to 7.png."""
+    answers.talkative(0).save_pretrained(root / "base")
+    answers.talkative(1, LlavaNormAlignForConditionalGeneration).save_pretrained(root / "aligned")
+    for name in ("base", "aligned"):
+        tiny.processor().save_pretrained(root / name)
+    for seed in range(8):
+        tiny.photo(seed).save(root / f"{seed}.png")
+    return root
+
+
+def load(root, *names):
+    names = names or ("base", "aligned")
+    return load_models(Settings(**{name: str(root / name) for name in names}))
+
+
+@cache
+def environment():
+    return {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+
+
+@contextmanager
+def served(root, *arguments, **variables):
+    """app.py on the models of `root`: its address and process. It is ended by SIGTERM."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    flags = arguments or ("--base", root / "base", "--aligned", root / "aligned")
+    log = (root / "server.log").open("w+")
+    process = subprocess.Popen(
+        [sys.executable, ROOT / "app.py", *map(str, flags)],
+        cwd=ROOT,
+        env=environment() | {"GRADIO_SERVER_PORT": str(port)} | variables,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+    )
+    address = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(600):
+            assert process.poll() is None, (root / "server.log").read_text()
+            try:
+                httpx.get(f"{address}/config", timeout=5)
+                break
+            except httpx.TransportError:
+                time.sleep(0.1)
+        yield address, process
+    finally:
+        process.terminate()
+        process.wait(30)
+        log.close()
+
+
+def start_fails(*arguments, **variables):
+    """What app.py says when it ends at once, and its exit code."""
+    command = [sys.executable, ROOT / "app.py", *map(str, arguments)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment() | variables, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        timeout=120,
+    )  # fmt: skip
+    return done.stderr.strip(), done.returncode
+
+
+def upload(address, path):
+    """What gradio's upload route answers: the path on the server."""
+    with Path(path).open("rb") as file:
+        return httpx.post(f"{address}/gradio_api/upload", files={"files": (Path(path).name, file)}, timeout=60)
+
+
+def call(address, endpoint, *values):
+    """One call of a named endpoint by plain HTTP: (its events as (name, data), raw text)."""
+    sent = httpx.post(f"{address}/gradio_api/call/{endpoint}", json={"data": list(values)}, timeout=60)
+    if sent.status_code != 200:
+        return [("refused", sent.json())], sent.text
+    text = httpx.get(f"{address}/gradio_api/call/{endpoint}/{sent.json()['event_id']}", timeout=120).text
+    events = re.findall(r"event: (\w+)\ndata: (.*)", text)
+    return [(name, json.loads(data)) for name, data in events], text
+
+
+def picture(path):
+    return {"path": str(path), "meta": {"_type": "gradio.FileData"}}
+
+
+def ask(address, path, question, tokens=6, temperature=0):
+    """The answers by plain HTTP to an uploaded picture, or the sentence of the error."""
+    events, _ = call(address, "ask", path and picture(path), question, tokens, temperature)
+    name, data = events[-1]
+    return data if name == "complete" else data["error"]
