@@ -41,9 +41,7 @@ def prepare_inputs(
     ]
     if answers is not None:
         texts = [text + answer for text, answer in zip(texts, answers, strict=True)]
-    tokenizer = processor.tokenizer
-    if tokenizer.bos_token and tokenizer.bos_token_id in tokenizer("").input_ids:  # as Llama 3's, whose template
-        texts = [text.removeprefix(tokenizer.bos_token) for text in texts]  # writes one, too
+    texts = [without_doubled_bos(processor, text) for text in texts]
     processor.tokenizer.padding_side = "left"
     if processor.tokenizer.pad_token is None:  # Pixtral's has none; what pads is masked
         processor.tokenizer.pad_token = processor.tokenizer.eos_token
@@ -51,6 +49,14 @@ def prepare_inputs(
     inputs = processor(text=texts, **pictures, padding=True, return_tensors="pt")
     inputs.pop("labels", None)  # PaliGemma's, of which a model computes a loss
     return inputs
+
+
+def without_doubled_bos(processor: ProcessorMixin, text: str) -> str:
+    """`text` without the BOS that a template writes, where the tokenizer writes one, too, as Llama 3's do."""
+    tokenizer = processor.tokenizer
+    if tokenizer.bos_token and tokenizer.bos_token_id in tokenizer("").input_ids:
+        return text.removeprefix(tokenizer.bos_token)
+    return text
 
 
 def image_token(processor: ProcessorMixin) -> str:

@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,16 @@ def provenance() -> dict[str, Any]:
             "torch": torch.__version__,
             "python": platform.python_version(),
         },
-        "command": " ".join([Path(sys.argv[0]).name, *without_secrets(sys.argv[1:])]),
+        "command": shlex.join([*_program(), *without_secrets(sys.argv[1:])]),
     }
+
+
+def _program() -> list[str]:
+    """How this process was started: the name of a program, or a module of this package that was run."""
+    package, module = __name__.split(".")[0], getattr(sys.modules.get("__main__"), "__spec__", None)
+    if module is not None and module.name.startswith(f"{package}."):
+        return ["python", "-m", module.name.removesuffix(".__main__")]
+    return [Path(sys.argv[0]).name]
 
 
 def without_secrets(arguments: list[str]) -> list[str]:

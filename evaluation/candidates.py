@@ -92,8 +92,9 @@ def find_candidates(
     seen = {(first.weights, first.config): first.name}
     for other in others:
         check_comparable(first.name, first.settings, other.name, other.settings)
-        twin = seen.setdefault((other.weights, other.config), other.name)
-        if twin is not other.name:
+        twin = seen.get((other.weights, other.config))
+        seen[other.weights, other.config] = other.name
+        if twin is not None:
             raise InputError(f"{twin} and {other.name} are the same model, weights and configuration. Leave one out.")
     return candidates
 

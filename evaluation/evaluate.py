@@ -79,7 +79,7 @@ def evaluate(
             for folder in candidate.folders:
                 path = target / ("predictions.jsonl" if folder is first else f"predictions-{folder.tag}.jsonl")
                 candidate.predictions.append(path)
-                plans.append(_plan(path, folder, loaded, overwrite, echo))
+                plans.append(_plan(path, folder, loaded, batch_size, overwrite, echo))
         for plan in plans:
             plan.complete(batch_size, dtype, device, device_map, four_bit, trust_remote_code)
         answers = {plan.path: plan.answers for plan in plans}
@@ -151,11 +151,19 @@ class _Plan:
                 _check_failures(self)
 
 
-def _plan(path: Path, folder: Folder, tasks: Sequence[Task], overwrite: bool, echo: Callable[[str], None]) -> _Plan:
+def _plan(
+    path: Path,
+    folder: Folder,
+    tasks: Sequence[Task],
+    batch_size: int,
+    overwrite: bool,
+    echo: Callable[[str], None],
+) -> _Plan:
     settings = {
         "model": {"weights_sha256": folder.weights, "config_sha256": folder.config},
         "test_sets": {task.name: {"rows": len(task.rows), "sha256": task.sha256} for task in tasks},
         **folder.settings,
+        "batch_size": batch_size,  # in bfloat16 a few answers depend on it
     }
     plan = _Plan(path, folder, tasks, settings)
     if overwrite:
@@ -257,7 +265,9 @@ def _statistics(
             ]
     average = None
     if len(tasks) > 1:
+        shown = [{row.image for row in task.rows if row.image is not None} for task in tasks]
         average = {
+            "shared_images": len(set().union(*shown)) < sum(map(len, shown)),
             "accuracy": [float(np.mean([array.mean() for array in whole])) for whole in wholes],
             "differences": [
                 {"baseline": position} | difference(wholes[0], whole, all_images)

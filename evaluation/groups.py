@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from llava_norm_align.common.errors import InputError
-from llava_norm_align.common.loading import check_placement, resolve_weights
+from llava_norm_align.common.loading import resolve_weights
 from llava_norm_align.common.results import provenance, weights_sha256, write_json, write_text
 from llava_norm_align.diagnosis.files import result_folder
 from llava_norm_align.evaluation.candidates import find_candidates, split_seeds
@@ -83,17 +83,25 @@ def evaluate_any(
     _refuse("test sets of our own", tasks, {"--images": images, "--max-new-tokens": max_new_tokens})
     common = {"tasks": wanted, "revision": revision, "limit": limit, "batch_size": batch_size, "dtype": dtype}
     common |= {"device": device, "include_path": include_path}
+    for name in (model, *baselines):
+        if len(split_seeds(name)) > 1:
+            raise InputError(
+                f"{name} names seeds of one training, which groups of benchmarks do not pool. Name one model, and the "
+                "other seeds with --baseline."
+            )
+    _refuse("test sets of our own", tasks, {"--overwrite": overwrite})
     kind = "text" if group == "text" else "lmms"
     if kind == "text":
         loading = {"--device-map": device_map, "--load-in-4bit": four_bit, "--trust-remote-code": trust_remote_code}
         _refuse("tasks about images", tasks, loading)
-        models = [name for argument in (model, *baselines) for name in split_seeds(argument)]
+        models = [model, *baselines]
         paths = [resolve_weights(name, None if number else revision) for number, name in enumerate(models)]
+        if len({path.resolve() for path in paths}) < len(paths):
+            raise InputError(f"{', '.join(models)}: a model is named twice. Leave one out.")
         target = result_folder(models[0], paths[0], out)
         result, table = evaluate_text(models, untouched=untouched, **common), text_table
     else:
         _refuse("tasks of text", tasks, {"--untouched": untouched})
-        check_placement(dtype, device, device_map, four_bit)
         same = {"dtype": dtype, "four_bit": four_bit, "max_new_tokens": MAX_NEW_TOKENS}  # the last is the task's own
         candidates = find_candidates(model, baselines, revision=revision, trust_remote_code=trust_remote_code, **same)
         folders = [folder for candidate in candidates for folder in candidate.folders]
@@ -101,7 +109,8 @@ def evaluate_any(
         target = result_folder(models[0], paths[0], out)
         loading = {"device_map": device_map, "four_bit": four_bit, "trust_remote_code": trust_remote_code}
         result, table = evaluate_lmms(models, **common, **loading), lmms_table
-    hashes = {name: weights_sha256(path) for name, path in zip(models, paths, strict=True)}
+    named = dict(zip(models, paths, strict=True)) | ({untouched: resolve_weights(untouched)} if untouched else {})
+    hashes = {name: weights_sha256(path) for name, path in named.items()}
     result = {**provenance(), "weights_sha256": hashes, **result}
     write_json(target / f"evaluation-{kind}.json", result)
     write_text(target / f"evaluation-{kind}.md", f"## Evaluation: {result['harness']}\n\n{table(result)}")

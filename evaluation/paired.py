@@ -9,6 +9,7 @@ from llava_norm_align.common.errors import missing_extra
 from llava_norm_align.evaluation.exact_match import wilson_interval
 
 RESAMPLES = 9999
+LEAST_SEEDS = 5  # of a side that has several: a bootstrap of fewer is too narrow for a verdict
 LEAST_IMAGES = 8  # a bootstrap of fewer is too narrow to be called an interval
 CELLS = 2**22  # numbers that a batch of resamples may hold
 # bool [seeds, rows]: whether the model of each seed answered each row right; `difference` takes scores in 0..1, too
@@ -42,7 +43,8 @@ def difference(first: Sequence[Right], second: Sequence[Right], images: Sequence
     """Accuracy of a first model less that of a second; of several tasks, the mean of the tasks' differences.
 
     `interval`: see bootstrap. `mcnemar_p`: McNemar's exact test, for one seed a side, one task and answers that are
-    right or wrong. `resolved`: the interval leaves out 0 and that test, if there is one, has p < 0.05.
+    right or wrong. `resolved`: the interval leaves out 0, that test, if there is one, has p < 0.05, and
+    no side has 2 to LEAST_SEEDS - 1 seeds.
     """
     shares = [float(one.mean() - other.mean()) for one, other in zip(first, second, strict=True)]
     ends = bootstrap(first, second, images)
@@ -60,7 +62,8 @@ def difference(first: Sequence[Right], second: Sequence[Right], images: Sequence
         result["only_first_right"], result["only_second_right"] = int(np.sum(one & ~other)), int(np.sum(other & ~one))
         result["mcnemar_p"] = mcnemar_p(one, other)
     p = result["mcnemar_p"]
-    result["resolved"] = ends is not None and (ends[0] > 0 or ends[1] < 0) and (p is None or p < 0.05)
+    few = any(1 < len(side[0]) < LEAST_SEEDS for side in (first, second))
+    result["resolved"] = not few and ends is not None and (ends[0] > 0 or ends[1] < 0) and (p is None or p < 0.05)
     return result
 
 

@@ -37,7 +37,8 @@ def text(result: dict[str, Any]) -> str:
         parts += ["", difference_title(result, printable), text_table(difference_rows(result, printable))]
     parts += ["", *notes(result)]
     for overlay in result["diagnoses"]:
-        parts += ["", overlay["table"] or f"No diagnoses beside each other: {overlay['missing']}"]
+        parts += ["", overlay["table"] or "No diagnoses beside each other:"]
+        parts += [overlay["missing"]] if overlay["missing"] else []
     return "\n".join(parts)
 
 
@@ -101,8 +102,8 @@ def notes(result: dict[str, Any]) -> list[str]:
     if result["differences"]:
         compared = len(result["differences"])
         found.append(
-            "not resolved: the interval holds 0 or is missing, or McNemar's exact p is 0.05 or more; the data do not "
-            "say which model is better, and not that they are equal."
+            "not resolved: the interval holds 0 or is missing, McNemar's exact p is 0.05 or more, or a model has 2 to "
+            "4 seeds; the data do not say which model is better, and not that they are equal."
         )
         if all(len(model["folders"]) == 1 for model in models):
             found.append(
@@ -118,6 +119,10 @@ def notes(result: dict[str, Any]) -> list[str]:
             found.append(
                 "Some questions share an image: the intervals of differences draw them together; those of accuracies "
                 "of one training, and McNemar's p, take questions as independent and so are too sure."
+            )
+        if result["average"] and result["average"]["shared_images"]:
+            found.append(
+                "Some test sets share images, which the interval of Avg takes for different ones: too narrow."
             )
         if compared > 1:
             found.append(

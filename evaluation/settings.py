@@ -11,7 +11,7 @@ from transformers import AutoConfig, GenerationConfig, ProcessorMixin
 
 from llava_norm_align.common.errors import InputError
 from llava_norm_align.common.loading import load_processor
-from llava_norm_align.common.prompts import render_prompt
+from llava_norm_align.common.prompts import render_prompt, without_doubled_bos
 
 # settings of an image processor that have an effect only while a switch is on
 SWITCHED = {
@@ -47,9 +47,8 @@ def generation_settings(
 
 def prompt_template(processor: ProcessorMixin) -> dict[str, str]:
     """The prompt of a question with an image and of one without."""
-    bos = processor.tokenizer.bos_token or ""
     return {
-        name: render_prompt(processor, "{question}", with_image).removeprefix(bos)
+        name: without_doubled_bos(processor, render_prompt(processor, "{question}", with_image))
         for name, with_image in (("with_image", True), ("without_image", False))
     }
 

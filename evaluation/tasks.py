@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
 from llava_norm_align.common.errors import InputError
 from llava_norm_align.common.results import sha256_file
 from llava_norm_align.data import easy_vqa, llava_json
@@ -167,6 +169,15 @@ def _check(rows: Sequence[Question], name: str) -> None:
             f"{len(missing)} rows of the test set {name} name an image that is not there, such as {missing[0].image} "
             f"(id {missing[0].id}). Name the folder that the paths start from with --images, or correct the rows."
         )
+    for row in rows:
+        if row.image is not None and present.pop(row.image, False):
+            try:
+                Image.open(row.image).close()  # the header alone
+            except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+                raise InputError(
+                    f"{row.image}, of row {row.id} of the test set {name}, is no image that can be read "
+                    f"({type(error).__name__}). Repair it, or leave the row out."
+                ) from None
 
 
 def _digest(rows: Sequence[Question]) -> str:

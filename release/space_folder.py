@@ -1,16 +1,13 @@
 """The folder of a Space: the page, what it installs, and this package's source as a plain folder."""
 
-import importlib
 import importlib.metadata
+import importlib.util
 import json
 import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import yaml  # comes with huggingface_hub
-
-import llava_norm_align
 from llava_norm_align.common.errors import missing_extra
 from llava_norm_align.common.results import write_text
 
@@ -18,6 +15,7 @@ from llava_norm_align.common.results import write_text
 REQUIREMENTS = ("accelerate", "gradio", "huggingface_hub", "jinja2", "matplotlib", "numpy", "packaging", "pillow")
 REQUIREMENTS += ("safetensors", "tokenizers", "torch", "tqdm", "transformers", "typer")
 EXAMPLES = ("scikit-image",)  # photos
+PACKAGE = "llava_norm_align"
 PARTS = ("common", "data", "configuration", "modeling", "diagnosis", "conversion", "trl_recipes", "evaluation")
 PARTS += ("release", "space")
 SUFFIXES = (".py", ".jinja", ".yaml")  # no weights: the models come from the Hub
@@ -68,7 +66,7 @@ def write_space(
     write_text(folder / "app.py", APP.format(variables="\n".join(lines)))
     write_text(folder / "requirements.txt", "\n".join(f"{name}=={version}" for name, version in pins.items()) + "\n")
     write_text(folder / "README.md", _readme(space_id, models, base, license, pins["gradio"]))
-    copy_source(folder / "llava_norm_align")
+    copy_source(folder / PACKAGE)
     return models
 
 
@@ -86,8 +84,8 @@ def pinned(names: Sequence[str]) -> dict[str, str]:
 
 def copy_source(target: Path) -> None:
     """This package with its parts in one folder, as a wheel has it."""
-    places = {"": Path(llava_norm_align.__file__).parent}
-    places |= {part: Path(importlib.import_module(f"llava_norm_align.{part}").__file__).parent for part in PARTS}
+    names = {"": PACKAGE} | {part: f"{PACKAGE}.{part}" for part in PARTS}
+    places = {part: Path(importlib.util.find_spec(name).origin).parent for part, name in names.items()}
     for part, place in places.items():
         for path in sorted(place.rglob("*")):
             name = path.relative_to(place)
@@ -98,6 +96,8 @@ def copy_source(target: Path) -> None:
 
 
 def _readme(space_id: str, models: Sequence[str], base: str | None, license: str | None, gradio: str) -> str:
+    import yaml  # comes with huggingface_hub
+
     title = space_id.rpartition("/")[2]
     front = {
         "title": title,

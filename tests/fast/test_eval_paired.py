@@ -115,3 +115,13 @@ def test_accuracy():
     several = accuracy(np.concatenate([one, ~one]), np.arange(20))
     assert several["accuracy"] == 0.5 and several["seeds"] == pytest.approx([0.55, 0.45])
     assert several["interval"][0] < 0.4 < 0.6 < several["interval"][1]
+
+
+def test_two_seeds_that_are_alike_give_no_verdict():
+    """A single training of these 9 questions is not resolved (p = 0.0625); its copy adds nothing."""
+    one, other = np.array([[True] * 9]), np.array([[False] * 5 + [True] * 4])
+    assert not difference([one], [other], own_images(one))["resolved"]
+    result = difference([np.repeat(one, 2, axis=0)], [other], own_images(one))
+    assert result["interval"][0] > 0 and not result["resolved"]
+    five = difference([np.repeat(one, 5, axis=0)], [other], own_images(one))
+    assert five["resolved"]

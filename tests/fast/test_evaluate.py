@@ -95,14 +95,14 @@ def test_failing_rows_are_counted_and_too_many_end_the_run(root, tmp_path):
         shutil.copy(root / f"{index}.png", tmp_path)
     rows = json.loads((root / "set.json").read_text())
     rows = [row | {"id": f"{row['id']}-{copy}"} for copy in range(5) for row in rows]  # 100
-    (tmp_path / "one.png").write_bytes(b"no image")
+    (tmp_path / "one.png").write_bytes((root / "0.png").read_bytes()[:200])  # whole at its head
     rows[40]["image"] = "one.png"
     (tmp_path / "many.json").write_text(json.dumps(rows))
     result = run(root, out=tmp_path / "out", tasks=tmp_path / "many.json", batch_size=8)
     [folder] = result["models"][0]["folders"]
     assert (folder["failed"], folder["empty"]) == (1, 0)
     failed = lines_of(tmp_path / "out" / "predictions.jsonl")[41]
-    assert (failed["prediction"], failed["correct"]) == (None, False) and "not an image" in failed["error"]
+    assert (failed["prediction"], failed["correct"]) == (None, False) and "broken image" in failed["error"]
     assert result["scores"][0]["accuracy"] == 0.75  # row 40 asks for a fish
     assert "1 failed and 0 empty answers count as wrong" in (tmp_path / "out" / "evaluation.md").read_text()
 
@@ -110,7 +110,7 @@ def test_failing_rows_are_counted_and_too_many_end_the_run(root, tmp_path):
     with pytest.raises(InputError, match="another test_sets.many.sha256"):
         run(root, out=tmp_path / "out", tasks=tmp_path / "many.json")
 
-    (tmp_path / "one.png").write_bytes(b"no image")
+    (tmp_path / "one.png").write_bytes((root / "0.png").read_bytes()[:200])  # whole at its head
     rows[10]["image"] = "one.png"
     (tmp_path / "many.json").write_text(json.dumps(rows))
     with pytest.raises(

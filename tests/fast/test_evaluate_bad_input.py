@@ -1,5 +1,6 @@
 """evaluate refuses: damaged predictions, other settings, models that do not compare."""
 
+import contextlib
 import json
 import shutil
 
@@ -8,6 +9,7 @@ import pytest
 pytest.importorskip("statsmodels")
 
 from llava_norm_align.common.errors import InputError
+from llava_norm_align.evaluation.evaluate import evaluate
 from tests.helpers import tiny
 from tests.helpers.answers import build, lines_of, run
 
@@ -56,6 +58,7 @@ def test_broken_predictions_are_refused(root, tmp_path, answered, change, messag
     [
         ({"limit": 6}, "test_sets.set.rows: 20 there, 6 now"),
         ({"max_new_tokens": 5}, "generation.max_new_tokens: 4 there, 5 now"),
+        ({"batch_size": 2}, "batch_size: 3 there, 2 now"),
         ({"dtype": "bfloat16"}, 'generation.dtype: "float32" there, "bfloat16" now'),
         ({"model": "b"}, "model.weights_sha256"),
         ({"images": "moved"}, "test_sets.set.sha256"),
@@ -135,6 +138,9 @@ def test_bad_models(root, tmp_path):
 
     refused("are the same model", "a", "b", "a")
     refused("are the same model", "a,a")
+    (tmp_path / "x").symlink_to(root / "a")  # Python shares a string of one letter
+    with pytest.raises(InputError, match="are the same model"), contextlib.chdir(tmp_path):
+        evaluate("x", [str(root / "set.json")], baselines=["x"], out=tmp_path / "out")
     refused("There is no folder .*/none", "a", "none")
     refused("names an empty model", "a,,b")
     refused("--batch-size is 0", "a", batch_size=0)
@@ -142,6 +148,23 @@ def test_bad_models(root, tmp_path):
     (tmp_path / "cut" / "model.safetensors").write_bytes(b"cut")
     refused("cut or damaged|broken|no safetensors", tmp_path / "cut")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_file_that_is_no_image_is_bad_input(root, tmp_path):
+    rows = json.loads((root / "set.json").read_text())
+    (root / "none.png").write_bytes(b"no image")
+    (root / "none.json").write_text(json.dumps([*rows, rows[0] | {"id": "last", "image": "none.png"}]))
+    with pytest.raises(InputError, match=r"none.png, of row last .* no image that can be read"):
+        run(root, out=tmp_path / "out", tasks="none.json")
+
+
+def test_a_prompt_that_only_one_model_starts_with_bos_is_another(root, tmp_path):
+    """This tokenizer adds no BOS by itself, so what the template writes is what the model reads."""
+    other = changed(root, tmp_path, "config.json")
+    (other / "chat_template.jinja").write_text("<s>" + tiny.TEMPLATE)
+    assert tiny.processor().tokenizer("").input_ids == []
+    with pytest.raises(InputError, match="prompt.with_image is .* and .*<s>USER"):
+        run(root, "a", str(other), out=tmp_path / "out")
 
 
 def test_failed_rows_are_asked_again(root, tmp_path, answered):
