@@ -9,14 +9,14 @@ PY4 := .venv-tf4/bin/python
 NEWEST := .venv-newest/bin/python
 LMMS := .venv-lmms/bin/python
 EXTRAS := dev,micro,plots,samples
-EXTRAS_5 := $(EXTRAS),train,eval,app
+EXTRAS_5 := $(EXTRAS),train,eval,app,browser
 INSTALL := -m pip install --disable-pip-version-check
 
 # One thread a process: tiny models gain nothing from more, and the workers would fight for the cores.
 FAST := env OMP_NUM_THREADS=1
 PYTEST_FAST := -m pytest tests/fast -n $(JOBS) --dist loadfile
 
-.PHONY: help demo test test-slow test-newest test-lmms lint format release-folder readme clean
+.PHONY: help demo test test-slow test-newest test-lmms browser lint format release-folder readme clean
 .DELETE_ON_ERROR:
 
 help:
@@ -30,10 +30,10 @@ help:
 demo: .venv/.ready
 	.venv/bin/llava-norm-align demo --overwrite
 
-test: lint .venv-tf4/.ready
+test: lint .venv-tf4/.ready browser
 	$(FAST) $(PY) $(PYTEST_FAST)
 	$(FAST) $(PY4) $(PYTEST_FAST)
-	$(PY) -m pytest tests/matrix tests/real
+	$(PY) -m pytest tests/matrix tests/real tests/browser
 
 test-slow: .venv/.ready .venv-tf4/.ready
 	$(PY) -m pytest tests/slow
@@ -47,6 +47,13 @@ test-newest: .venv-tf4/.ready
 
 test-lmms: .venv-lmms/.ready
 	$(FAST) $(LMMS) -m pytest tests/lmms
+
+# For tests/browser, which are skipped without one (with CI set, they fail).
+browser:
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || { \
+		test "$$(id -u)" = 0 && command -v apt-get >/dev/null && echo 'Installing chromium' && apt-get update -qq && \
+		env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null; } || \
+		echo 'No Chromium was installed: the tests in a browser need one'
 
 lint: .venv/.ready
 	.venv/bin/ruff check

@@ -11,8 +11,8 @@ from llava_norm_align.common.errors import InputError
 from llava_norm_align.release import card_sections as sections
 from llava_norm_align.release.card_check import MARK, check_card, read_front, validate_card_online
 from llava_norm_align.release.card_evaluation import evaluation, scores
-from llava_norm_align.release.card_license import Origin, find_license, find_origin, front_of, is_hub_id
-from llava_norm_align.release.card_results import Results, read_results
+from llava_norm_align.release.card_license import Origin, find_license, find_origin, front_of, is_hub_id, is_of_base
+from llava_norm_align.release.card_results import Results, read_results, written
 
 __all__ = ["MARK", "Card", "build_card", "check_card", "validate_card_online"]
 
@@ -26,7 +26,6 @@ class Card:
 
     text: str
     notes: list[str] = field(default_factory=list)
-    by_hand: bool = False  # the folder's own README.md, unchanged
 
 
 def build_card(
@@ -43,15 +42,17 @@ def build_card(
     `license`: an identifier of the Hub, or a name whose text lies in LICENSE; by default that of the base model's
     card. `base_model`: its id on the Hub. `language`: codes such as en. `tried`: what the model was loaded with
     before this release, such as "Python 3.11.7, transformers 5.24.0, torch 2.13.0".
-    A README.md that was written by hand is checked and kept; one that speaks of no norm is the base model's, which
-    convert copied, and gives its license.
+    A README.md that was written by hand is checked and kept; the base model's, which convert copied, gives its
+    license.
     InputError for a license that is not known, a broken result file, and a card that the Hub would refuse.
     """
     folder = Path(folder)
     if not is_hub_id(repo_id):
         raise InputError(f"{repo_id!r} is no name of a model on the Hub. Pass one such as user/my-model.")
     own = _read_own(folder)
-    if own is not None and MARK not in own and any(word in own for word in OURS):
+    if own is not None and own.lstrip().startswith("---"):
+        read_front(own, str(folder / CARD))  # not ours to replace before it can be read
+    if own is not None and _is_by_hand(own, folder, repo_id):
         return _keep(own, folder, license, base_model, language)
     results = read_results(folder)
     if base_model is not None and not is_hub_id(base_model):
@@ -78,13 +79,25 @@ def build_card(
     check_card(text, f"the card of {repo_id}")
     notes = [*results.notes, *(origin.notes if license is None else _without_license(origin.notes))]
     if own is not None and MARK not in own:
+        whose = "is the base model's card" if is_of_base(folder) else (
+            f"names neither norm-align nor {repo_id}, and its base model's folder is not here: it is taken for the "
+            "base model's card"
+        )  # fmt: skip
         notes.append(
-            f"{CARD} in {folder} says nothing of the norm: it is taken for the base model's card, and the one that is "
-            "made goes up in its place. To keep it, say in it what norm-align is"
+            f"{CARD} in {folder} {whose}, and the one that is made goes up in its place. To keep yours, name "
+            f"{repo_id} in it"
         )
     if origin.hub_id is None:
         notes.append("base_model is left out, as no id on the Hub is known. Pass it with --base-model")
     return Card(text, notes)
+
+
+def _is_by_hand(own: str, folder: Path, repo_id: str) -> bool:
+    """Whether somebody wrote the README.md for this model. convert copies the base's, and a trainer writes its own."""
+    if MARK in own or "generated_from_trainer" in own:
+        return False
+    # without the base's folder nobody can say whose it is; it is replaced then, with a note
+    return any(word in own for word in (*OURS, repo_id)) or is_of_base(folder) is False
 
 
 def _read_own(folder: Path) -> str | None:
@@ -111,18 +124,22 @@ def _keep(own: str, folder: Path, license: str | None, base_model: str | None, l
                 f"{option} is {value}, but {folder / CARD}, which was written by hand, says {field_name}: {found}. "
                 "Change it there and leave the option out, or remove the file to let a card be made."
             )
-    return Card(own, [f"{CARD} was written by hand: it goes up as it is"], by_hand=True)
+    return Card(own, [f"{CARD} was written by hand: it goes up as it is"])
 
 
 def _body(results: Results, repo_id: str, origin: Origin, tried: Sequence[str]) -> str:
+    def of(name: str) -> str:
+        """A section on a result file, which may be odd."""
+        return written(results, name, lambda _: getattr(sections, name)(results))
+
     parts = [
         MARK,
         sections.heading(results, repo_id, origin),
         sections.loading(results, repo_id, tried),
-        sections.calibration(results),
-        sections.diagnosis(results),
+        of("calibration"),
+        of("diagnosis"),
         evaluation(results),
-        sections.training(results),
+        of("training"),
         sections.limits(results),
         sections.CITATION,
     ]

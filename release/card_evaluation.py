@@ -7,7 +7,7 @@ from typing import Any
 from huggingface_hub import EvalResult
 
 from llava_norm_align.common.results import FOLDER
-from llava_norm_align.diagnosis.formats import counted, escape, markdown_table
+from llava_norm_align.diagnosis.formats import counted, escape, finite, markdown_table
 from llava_norm_align.evaluation import report
 from llava_norm_align.evaluation.lmms import lmms_table
 from llava_norm_align.evaluation.text_tasks import text_table
@@ -18,7 +18,9 @@ NONE = "## Evaluation\n\nNo evaluation of these weights lies in the folder, whic
 
 
 def scores(results: Results) -> list[EvalResult]:
-    """The model's own scores, for the model-index of the front matter; the intervals are in the text."""
+    """The model's own scores, for the model-index of the front matter, which has a place for the name of a metric but
+    none for its interval: the name says it.
+    """
     found = []
     if results.evaluation:
         found += written(results, "evaluation", lambda content: _own_scores(content, results.weights))
@@ -39,25 +41,33 @@ def evaluation(results: Results) -> str:
 
 
 def _own_scores(content: dict[str, Any], weights: str) -> list[EvalResult]:
-    """Of these weights alone, where the evaluation is of several seeds."""
+    """Of these weights alone, where the evaluation is of several seeds; the interval is that of all its seeds."""
     seed = [folder["weights_sha256"] for folder in content["models"][0]["folders"]].index(weights)
     first = [one for one in content["scores"] if one["model"] == 0 and one["type"] is None]
     limit = content["settings"]["limit"]
-    return [score(TASK, one["task"], "accuracy", one["seeds"][seed], one["n"], limit) for one in first]
+    found = []
+    for one in first:
+        ends = one["interval"] if len(one["seeds"]) == 1 else None
+        error = "" if ends is None else f", 95 % interval {ends[0]:.4g} to {ends[1]:.4g}"
+        found.append(score(TASK, one["task"], "accuracy", one["seeds"][seed], one["n"], limit, error))
+    return found
 
 
 def _harness_scores(content: dict[str, Any], weights: str, task: str) -> list[EvalResult]:
     own = {name for name, digest in content["weights_sha256"].items() if digest == weights}
     limit = content["settings"].get("limit")
-    return [
-        score(task, row["task"], row["metric"], row["value"], row["n"], limit)
-        for row in content["rows"]
-        if row["model"] in own and not isinstance(row["value"], bool) and isinstance(row["value"], (int, float))
-    ]
+    found = []
+    for row in content["rows"]:
+        if row["model"] in own and finite(row["value"]) is not None:
+            error = "" if row.get("stderr") is None else f", standard error {row['stderr']:.4g}"
+            found.append(score(task, row["task"], row["metric"], row["value"], row["n"], limit, error))
+    return found
 
 
-def score(task: str, dataset: str, metric: str, value: float, n: int | None, limit: int | None) -> EvalResult:
-    """A plain float: YAML would write numpy's numbers as Python objects."""
+def score(
+    task: str, dataset: str, metric: str, value: float, n: int | None, limit: int | None, error: str = ""
+) -> EvalResult:
+    """A plain float: YAML would write numpy's numbers as Python objects. `error`: words on it, for its name."""
     questions = "" if n is None else f", {counted(int(n), 'question')}"
     part = "" if limit is None else f", the first {int(limit)} only"
     return EvalResult(
@@ -65,7 +75,7 @@ def score(task: str, dataset: str, metric: str, value: float, n: int | None, lim
         dataset_type=_identifier(dataset),
         dataset_name=f"{short(dataset, 60)}{part}",
         metric_type=_identifier(metric),
-        metric_name=f"{short(metric, 60)}{questions}",
+        metric_name=f"{short(metric, 60)}{questions}{error}",
         metric_value=round(float(value), 6),
     )
 
@@ -80,15 +90,18 @@ def _own_text(content: dict[str, Any]) -> str:
     """The tables of evaluation.md with names that anyone may read, and its notes."""
     shown = copy.deepcopy(content)
     for model in shown["models"]:
-        model["label"] = public(model["label"], 60)
+        model |= {"label": public(model["label"], 60), "method": escape(model["method"])}
         for folder in model["folders"]:
-            folder["name"] = public(folder["name"], 60)
+            folder |= {"name": public(folder["name"], 60)} | {key: int(folder[key]) for key in ("failed", "empty")}
     seeds = len(shown["models"][0]["folders"])
     shown["models"][0]["label"] = "this model" if seeds == 1 else f"this training ({seeds} seeds)"
     shown["tasks"] = {public(name): task for name, task in content["tasks"].items()}
     for one in [*shown["scores"], *shown["differences"]]:
         one["task"] = public(one["task"])
         one["type"] = one["type"] if one["type"] is None else escape(one["type"])
+    for one in shown["differences"]:
+        if one["mcnemar_p"] is not None:
+            one |= {key: int(one[key]) for key in ("only_first_right", "only_second_right")}
     generation = content["settings"]["generation"]
     intro = (
         f"Greedy answers of at most {counted(int(generation['max_new_tokens']), 'token')}, dtype "

@@ -13,6 +13,7 @@ from llava_norm_align.common.errors import InputError
 from llava_norm_align.common.results import FOLDER
 from llava_norm_align.common.weights import read_json
 from llava_norm_align.diagnosis.formats import find, printable
+from llava_norm_align.release.contents import is_paper
 
 # The Hub's identifiers, of https://huggingface.co/docs/hub/repositories-licenses in August 2026; huggingface_hub has
 # no list of them.
@@ -43,6 +44,7 @@ class Origin:
     license: dict[str, Any] = field(default_factory=dict)  # license, license_name, license_link of its card
     language: list[str] = field(default_factory=list)
     card: str | None = None  # whose card says so, in words
+    unasked: str | None = None  # the model that the Hub was asked for in vain, and why
     notes: list[str] = field(default_factory=list)
 
 
@@ -53,7 +55,10 @@ def find_license(given: str | None, folder: Path, origin: Origin) -> dict[str, s
     """
     if given is None:
         if not origin.license:
-            raise InputError(f"The license of {folder} is not known: no card of its base model says it. {ASK}.")
+            why = "no card of its base model says it"
+            if origin.unasked:
+                why = f"the Hub could not be asked for that of its base model, {origin.unasked}"
+            raise InputError(f"The license of {folder} is not known: {why}. {ASK}.")
         return origin.license
     name = given.strip()
     if name.lower() in LICENSES - {"other"}:
@@ -61,7 +66,7 @@ def find_license(given: str | None, folder: Path, origin: Origin) -> dict[str, s
     slug = re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-.")
     if not slug or slug == "other":
         raise InputError(f"--license is {given!r}, which names no license. {ASK}.")
-    texts = sorted(path.name for path in folder.glob("LICEN[SC]E*") if path.is_file())
+    texts = sorted(path.name for path in folder.glob("LICEN[SC]E*") if is_paper(path.name) and path.is_file())
     if not texts:
         raise InputError(
             f"--license is {given!r}, which is none of the Hub's identifiers, so its text has to be in the model, but "
@@ -112,10 +117,27 @@ def named_base(folder: Path) -> tuple[str | None, bool | None]:
     return None, None
 
 
+def is_of_base(folder: Path) -> bool | None:
+    """Whether the README.md in `folder` is, byte for byte, that of a folder which its model came from; None if no such
+    folder is here.
+    """
+    place, found = folder, None
+    for _ in range(STEPS):
+        name, on_hub = named_base(place)
+        if name is None or on_hub or not os.path.isdir(name) or os.path.samefile(name, folder):
+            break
+        place, readme = Path(name), Path(name, "README.md")
+        found = bool(found) or (readme.is_file() and readme.read_bytes() == (folder / "README.md").read_bytes())
+    return found
+
+
 def front_of(path: Path) -> dict[str, Any] | None:
     """The front matter of another model's card; None if it cannot be read, which is not ours to mend."""
     try:
-        return ModelCard(path.read_text(encoding="utf-8"), ignore_metadata_errors=True).data.to_dict()
+        text = path.read_text(encoding="utf-8")
+        if not text.lstrip().startswith("---"):  # huggingface_hub would print a warning
+            return None
+        return ModelCard(text, ignore_metadata_errors=True).data.to_dict()
     except Exception:  # YAML, Unicode and huggingface_hub each have errors of their own
         return None
 
@@ -136,7 +158,9 @@ def _ask_hub(origin: Origin, name: str, folder: Path, sure: bool) -> None:
     try:
         data = HfApi().model_info(name, timeout=SECONDS).card_data
     except Exception as error:  # offline, unknown, gated: each version has errors of its own
-        why = type(error).__name__
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        why = type(error).__name__ if status is None else f"{type(error).__name__}, status {status}"
+        origin.unasked = f"{printable(name)} ({why})"
         if sure:
             origin.hub_id = name
             if not origin.license:
@@ -187,7 +211,7 @@ def _take_other(origin: Origin, front: dict[str, Any], folder: Path, hub_id: str
     if isinstance(link, str) and re.fullmatch(r"https://[^\s<>\"']+", link):
         origin.license["license_link"] = link
     elif isinstance(link, str) and re.fullmatch(r"[\w.-]+", link):
-        if (folder / link).is_file():
+        if is_paper(link) and (folder / link).is_file():
             origin.license["license_link"] = link
         elif hub_id:
             origin.license["license_link"] = f"https://huggingface.co/{hub_id}/blob/main/{link}"

@@ -47,7 +47,13 @@ class Results:
     @property
     def untrained(self) -> bool:
         """Whether nothing says that the model was trained with its norm."""
-        return not (self.training or self.merged or self.moved) and self.config.get("norm_align_type") != "none"
+        trained = self.merged or self.moved or (self.training and not self.doubted)
+        return not trained and self.config.get("norm_align_type") != "none"
+
+    @property
+    def doubted(self) -> bool:
+        """Whether training.json, which names no weights, may be of other ones: the norm is where it was inserted."""
+        return self.training is not None and self.merged is None and self.moved is False
 
 
 def read_results(folder: Path) -> Results:
@@ -66,24 +72,34 @@ def read_results(folder: Path) -> Results:
         content = read_json(path, f"what {verb} writes")
         if content.get("schema_version") != SCHEMA_VERSION:
             found = content.get("schema_version")
-            results.notes.append(f"{FOLDER}/{file} has schema_version {found!r}, not {SCHEMA_VERSION}: left out")
+            results.notes.append(
+                f"{FOLDER}/{file} has schema_version {found!r}, not {SCHEMA_VERSION}: not in the card, though the "
+                "file goes up"
+            )
         elif name in ("diagnosis", "evaluation", "text", "lmms") and results.weights not in measured(name, content):
             results.notes.append(
-                f"{FOLDER}/{file} is of other weights than those in the folder: left out. Run {verb} again"
+                f"{FOLDER}/{file} is of other weights than those in the folder: not in the card, though the file goes "
+                f"up, and what was written with it. Run {verb} again, or remove it"
             )
         else:
             setattr(results, name, content)
+    if results.doubted:
+        results.notes.append(
+            f"{FOLDER}/training.json tells of a training, but the norm has not moved from its start: the card says "
+            "that these may not be the weights that it made"
+        )
     return results
 
 
-def measured(name: str, content: dict[str, Any]) -> set[Any]:
+def measured(name: str, content: dict[str, Any]) -> list[Any]:
     """The hashes of the weights that a result file is about: of the model itself, not of its baselines."""
     if name == "diagnosis":
-        return {find(content, "model", "weights_sha256")}
+        return [find(content, "model", "weights_sha256")]
     if name == "evaluation":
         first = (find_list(content, "models") or [None])[0]
-        return {find(one, "weights_sha256") for one in find_list(first, "folders")}
-    return set((find(content, "weights_sha256") or {}).values())
+        return [find(one, "weights_sha256") for one in find_list(first, "folders")]
+    hashes = find(content, "weights_sha256")
+    return list(hashes.values()) if isinstance(hashes, dict) else []
 
 
 def norm_moved(folder: Path) -> bool | None:

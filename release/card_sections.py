@@ -103,10 +103,11 @@ def heading(results: Results, repo_id: str, origin: Origin) -> str:
 def warning(results: Results) -> str:
     """What has to be known first: that the model is not trained, and how far the insertion moved it."""
     if results.untrained:
-        words = (
-            "> **Train this model before use.** The norm was inserted into a trained model, and nothing in this "
-            "folder says that it was trained again with it."
-        )
+        words = "> **Train this model before use.** The norm was inserted into a trained model, and "
+        if results.doubted:
+            words += "is still as it was at its start, although a training is recorded in this folder."
+        else:
+            words += "nothing in this folder says that it was trained again with it."
         return "\n>\n> ".join([words, *agreement(results)])
     if results.training and results.training.get("completed") is False:
         return f"> **This training ended early**, at step {formats.count(find_number(results.training, 'steps'))}."
@@ -220,7 +221,13 @@ def training(results: Results) -> str:
     recipe = find(content, "recipe") or {}
     began = f"Trained for {formats.count(find_number(content, 'steps'))} steps"
     data = next((recipe[key] for key in ("data_path", "dataset_name") if isinstance(recipe.get(key), str)), None)
-    parts = ["## Training", f"{began} on {public(data)}." if data else f"{began}."]
+    parts = ["## Training"]
+    if results.doubted:
+        parts.append(
+            "The norm has not moved from its start, so these may not be the weights that the recorded training made, "
+            "or it left the norm out. Recorded is:"
+        )
+    parts.append(f"{began} on {public(data)}." if data else f"{began}.")
     rows = [["part", "parameters", "learning rate", "weight decay"]]
     for group in find_list(content, "groups"):
         trained = not find(group, "frozen")

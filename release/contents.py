@@ -6,7 +6,7 @@ import os
 import re
 import shlex
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,11 +31,13 @@ MODEL_FILES = (
     "config.json", "generation_config.json", "README.md",
     "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "vocab.txt", "merges.txt", "*.model", "*.spm", "*.tiktoken",
+    "vocab.json", "vocab.txt", "merges.txt", "*.spm", "*.tiktoken",
+    "tokenizer.model", "spiece.model", "spm.model", "sentencepiece.model", "sentencepiece.bpe.model",
     "chat_template.json", "chat_template.jinja",
     "recipe*.yaml", "recipe*.yml",
-    *(f"{name}*" for name in COPIED_NAMES),
 )  # fmt: skip
+# and papers such as LICENSE, NOTICE.md and LICENSE-llm-llama3.2.txt
+PAPER = re.compile(rf"(?:{'|'.join(COPIED_NAMES)})(?:-\w+(?:\.\d+)*)*(?:\.(?:txt|md|pdf|rst))?")
 TEMPLATES = "additional_chat_templates"
 RESULT_FILES = ("*.json", "*.md", "*.png", "recipe*.yaml", "recipe*.yml")  # in norm_align/ and its diagnosis-OTHER/
 OF_A_RUN = "it is the state of a training, which only a resumed run reads"
@@ -89,7 +91,8 @@ SECRETS = {
     "a key of Weights & Biases": (r"WANDB_API_KEY\W{1,5}[0-9a-f]{40}",),
     "a password in an address": (r"://[^\s/:@'\"<>{}]+:[^\s/:@'\"<>{}$]+@",),
 }
-NO_TEXT = (".safetensors", ".png", ".model", ".spm")
+NO_TEXT = (".safetensors", ".png")
+NEVER_EMPTY = (".safetensors", ".json", ".py", ".model", ".spm", ".tiktoken", ".png", ".pdf")
 # home folders, of this machine or of the one that a result file was written on
 HOME = re.compile(r"(?<![\w.~-])(?:/(?:home|Users)/[^/\s\"'`\\,;:|<>()\[\]{}]+|/root(?![\w.-]))")
 PLACE = re.compile(r"(?<![\w./:~<>-])/(?:[\w.-]+/)+[\w.-]+")  # any other absolute path
@@ -114,34 +117,34 @@ class Contents:
     left_out: list[tuple[str, str]]
     notes: list[str] = field(default_factory=list)
 
-    @property
-    def size(self) -> int:
-        return sum(item.size for item in self.items)
-
 
 def find_contents(folder: Path, token: str | None = None) -> Contents:
     """What of the model in `folder` goes to the Hub; nothing is changed. `token`: one that no text may hold.
 
-    InputError for a folder without safetensors, an empty weight file, one above the Hub's limit, a link, a file that
-    cannot be read, and a text that holds something like a password.
+    InputError for a folder without safetensors, an empty file of NEVER_EMPTY, one above the Hub's limit, a link to
+    what does not go up itself, a file that cannot be read, and a text that holds something like a password.
     """
     folder = Path(folder)
     check_utf8(folder)
+    if not os.path.isdir(folder):
+        found = f"{folder} is a file" if os.path.exists(folder) else f"There is no folder {folder}"
+        raise InputError(f"{found}. Name the folder of a norm-aligned model, as convert and train write it.")
     config = load_config(folder)
     weights, code = weight_names(folder), code_names(config)
-    items, left_out = [], []
+    wanted, left_out = {}, []
     for path, name in _walk(folder):
         if name.endswith("/") or not _is_wanted(name, weights | code):
             left_out.append((name, _reason(name)))
-            continue
-        _check_file(path, folder)
-        items.append(Item(name, path, path.stat().st_size))
+        else:
+            wanted[name] = path
+    for path in wanted.values():
+        _check_file(path, folder, wanted)
+    items = [Item(name, path, path.stat().st_size) for name, path in wanted.items()]
     missing = sorted((weights | code) - {item.name for item in items})
     if missing:
         raise InputError(f"{folder / missing[0]} is missing, but the model needs it. Convert or download it again.")
     for item in items:
-        if item.name in weights:
-            _check_weights(item, folder)
+        _check_size(item, folder, weights)
         if item.path.suffix not in NO_TEXT:
             _check_secrets(item.path, token)
     return Contents(sorted(items, key=lambda item: item.name), sorted(left_out), _notes(items))
@@ -244,8 +247,13 @@ def _is_wanted(name: str, needed: set[str]) -> bool:
     if last.startswith(".") or last == "start.json":
         return False
     if not place:
-        return name in needed or name == PROJECTOR_FILE or _fits(name, MODEL_FILES)
+        return name in needed or name == PROJECTOR_FILE or _fits(name, MODEL_FILES) or is_paper(name)
     return last.endswith(".jinja") if place == TEMPLATES else _fits(last, RESULT_FILES)
+
+
+def is_paper(name: str) -> bool:
+    """Whether a file of that name at the top of a folder is a license or notice, which goes up."""
+    return PAPER.fullmatch(name) is not None
 
 
 def _fits(name: str, patterns: tuple[str, ...]) -> bool:
@@ -257,13 +265,21 @@ def _reason(name: str) -> str:
     return next(why for pattern, why in LEFT_OUT if fnmatch.fnmatchcase(last, pattern))
 
 
-def _check_file(path: Path, folder: Path) -> None:
-    """InputError unless `path` is a plain file, or a link to one in the same folder, and may be read."""
+def _check_file(path: Path, folder: Path, wanted: Collection[str]) -> None:
+    """InputError unless `path` may be read and is a plain file, or a link to one of those `wanted` in the folder; in a
+    snapshot of the Hub's cache, to a blob of that cache, too.
+    """
+    place = folder.resolve()
+    blobs = place.parent.parent / "blobs" if place.parent.name == "snapshots" else None
     try:
         target = path.resolve(strict=True)
-        if not target.is_relative_to(folder.resolve()):
+        if not target.is_relative_to(place) and target.parent != blobs:
             raise InputError(
                 f"{path} is a link that leads out of the folder, to {target}. Put the file itself there: cp -L."
+            )
+        if target.parent != blobs and target.relative_to(place).as_posix() not in wanted:
+            raise InputError(
+                f"{path} is a link to {target}, which does not go up itself. Put the file that is meant there."
             )
         if not stat.S_ISREG(target.stat().st_mode):
             raise InputError(f"{path} is neither a file nor a folder. Remove it.")
@@ -276,13 +292,16 @@ def _check_file(path: Path, folder: Path) -> None:
         ) from None
 
 
-def _check_weights(item: Item, folder: Path) -> None:
-    if item.size == 0:
-        raise InputError(f"The weight file {item.path} is empty. Convert or download the model again.")
+def _check_size(item: Item, folder: Path, weights: Collection[str]) -> None:
+    if item.size == 0 and item.path.suffix in NEVER_EMPTY:
+        raise InputError(f"The file {item.path} is empty. Convert or download the model again, or remove the file.")
     if item.size > MAX_FILE:
+        advice = "Remove it."
+        if item.name in weights:
+            advice = f"Save the model in smaller files and release those: {reshard_command(folder)}"
         raise InputError(
-            f"{item.path} has {item.size / 1e9:.1f} GB, but the Hub takes files of up to {MAX_FILE / 1e9:g} GB. Save "
-            f"the model in smaller files and release those: {reshard_command(folder)}"
+            f"{item.path} has {item.size / 1e9:.1f} GB, but the Hub takes files of up to {MAX_FILE / 1e9:g} GB. "
+            f"{advice}"
         )
 
 

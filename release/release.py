@@ -2,6 +2,7 @@
 
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +16,9 @@ from llava_norm_align.common.results import provenance, write_text
 from llava_norm_align.conversion.doctor import examine_stepwise
 from llava_norm_align.release.card import CARD, Card, build_card, validate_card_online
 from llava_norm_align.release.contents import Contents, Item, find_contents, without_homes
-from llava_norm_align.release.upload import Pushed, Target, open_access, upload
+from llava_norm_align.release.upload import Pushed, Target, open_access, upload, visibility
 from llava_norm_align.release.upload_access import check_names
-from llava_norm_align.release.upload_errors import check_version
+from llava_norm_align.release.upload_errors import WAITS, check_version, clean_log
 from llava_norm_align.release.verify import check_loading, check_remote
 
 MESSAGE = "Release of a norm-aligned LLaVA"
@@ -57,13 +58,13 @@ def release(
     check_version()
     check_names(target)
     api = api or HfApi()
-    with tempfile.TemporaryDirectory(prefix="release-") as scratch:
+    with clean_log(api), tempfile.TemporaryDirectory(prefix="release-") as scratch:
         contents = without_homes(find_contents(folder, huggingface_hub.get_token()), Path(scratch, "folder"))
         card = _card(folder, target, words)
         access = None if check else open_access(target, api, _with_card(contents, card, Path(scratch)), echo)
         tried = _doctor(folder, pythons, echo)
         card = _card(folder, target, words, tried)
-        validated = _validate(card, target, check)
+        validated = _validate(card, target, check, echo)
         items = _with_card(contents, card, Path(scratch))
         if card_out is not None:
             write_text(card_out, card.text)
@@ -82,7 +83,7 @@ def release(
         if access is None:
             return result
         pushed = upload(api, target, access, items, message, echo)
-        check_remote(api, pushed, items, echo)
+        check_remote(api, pushed, items)
         echo(f"Verified: the {len(items)} files of commit {pushed.commit[:12]} have the hashes of those here")
         result |= {"pushed": vars(pushed), "loaded": _loaded(api, pushed, pythons, verify_load, echo)}
     echo(describe_pushed(pushed))
@@ -118,9 +119,17 @@ def _doctor(folder: Path, pythons: Sequence[Path], echo: Callable[[str], Any]) -
     return tried
 
 
-def _validate(card: Card, target: Target, check: bool) -> bool:
-    """Whether the Hub's validator took the card; False if it could not be asked, which a mere check allows."""
+def _validate(card: Card, target: Target, check: bool, echo: Callable[[str], Any]) -> bool:
+    """Whether the Hub's validator took the card; False if it could not be asked, which a mere check allows.
+
+    A release asks three times.
+    """
     unasked = validate_card_online(card.text, target.repo_id)
+    for wait in () if check else WAITS[:2]:
+        if unasked:
+            echo(f"{unasked} Trying again in {wait} s")
+            time.sleep(wait)
+            unasked = validate_card_online(card.text, target.repo_id)
     if unasked and not check:
         raise InputError(unasked)
     return not unasked
@@ -153,7 +162,9 @@ def describe_contents(result: dict[str, Any]) -> str:
 def describe_pushed(pushed: Pushed) -> str:
     """Where it is, and the line that loads it."""
     counts = f"{len(pushed.uploaded)} files uploaded, {len(pushed.unchanged)} unchanged, {len(pushed.deleted)} deleted"
-    lines = [f"{pushed.pull_request or pushed.url}: {counts}, commit {pushed.commit}"]
+    lines = [f"{pushed.pull_request or pushed.url} ({visibility(pushed.private)}): {counts}, commit {pushed.commit}"]
+    if pushed.deleted:
+        lines.append(f"Deleted there, as this release no longer has them: {', '.join(pushed.deleted)}")
     if pushed.kept:
         lines.append(f"Left as they are there, as no release writes them: {', '.join(pushed.kept)}")
     revision = "" if pushed.revision == "main" else f', revision="{pushed.revision}"'

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi
-from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, RepositoryNotFoundError
 
 from llava_norm_align.common.errors import CheckFailed, InputError
 from llava_norm_align.common.results import provenance
 from llava_norm_align.release.card_license import is_hub_id
 from llava_norm_align.release.space_folder import MARK, write_space
 from llava_norm_align.release.upload_access import Target, check_names, check_role
-from llava_norm_align.release.upload_errors import UNTOUCHED, Remote, check_version, hub_errors, patiently
+from llava_norm_align.release.upload_errors import UNTOUCHED, Remote, check_version, hub_errors, patiently, status_of
 
 MESSAGE = "A page that shows a norm-aligned LLaVA"
 TYPE = "space"
@@ -57,13 +57,13 @@ def release_space(
         echo(f"{len(files)} files: app.py, README.md, requirements.txt and the source in llava_norm_align/")
         if check:
             return result
-        with hub_errors(api, target.repo_id, "putting up the Space", remote, echo):
+        with hub_errors(api, target.repo_id, "putting up the Space", remote):
             user = patiently(api.whoami, echo=echo)
             check_role(user, target)
             _check_models(api, [model, *([base] if base else [])], echo)
             exists = _check_space(api, target, echo)
             if not exists:
-                _create(api, target, echo)
+                _create(api, target, remote, echo)
                 remote.words = (
                     f"The new Space {target.repo_id} is there, without the page; run the same command again."
                 )
@@ -118,10 +118,16 @@ def _check_space(api: HfApi, target: Target, echo: Callable[[str], Any]) -> bool
     return True
 
 
-def _create(api: HfApi, target: Target, echo: Callable[[str], Any]) -> None:
+def _create(api: HfApi, target: Target, remote: Remote, echo: Callable[[str], Any]) -> None:
     visibility = "public" if target.public else "private"
     options = {"repo_type": TYPE, "space_sdk": "gradio", "private": not target.public}
-    patiently(api.create_repo, target.repo_id, echo=echo, **options)
+    remote.words = f"Whether the Space was created is not known: look at {api.endpoint}/spaces/{target.repo_id}."
+    try:
+        patiently(api.create_repo, target.repo_id, echo=echo, **options)
+    except HfHubHTTPError as error:
+        if status_of(error) in (402, 403):
+            remote.words = UNTOUCHED
+        raise
     echo(f"Created the Space {target.repo_id} ({visibility})")
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, Discussion, HfApi, constants
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFoundError
 
 from llava_norm_align.common.errors import InputError
@@ -47,6 +47,8 @@ class Pushed:
     kept: list[str] = field(default_factory=list)
     """Files there that no release writes."""
     created: bool = False
+    private: bool | None = None
+    """Whether only those with a right see the repository."""
 
 
 def upload(
@@ -56,10 +58,11 @@ def upload(
 
     A new repository is private unless target.public. What the Hub has is not sent again, nor are whole files of a
     broken upload. Weights, configs, code and results of an earlier release that are no longer among the items are
-    deleted in the same commit; every other file stays. Errors: InputError, which says what the Hub holds now.
+    named and deleted in the same commit; every other file stays, licences among them. Errors: InputError, which says
+    what the Hub holds now.
     """
     remote = Remote()
-    with hub_errors(api, target.repo_id, f"the upload to {target.repo_id}", remote, echo):
+    with hub_errors(api, target.repo_id, f"the upload to {target.repo_id}", remote):
         return _Upload(api, target, access, items, message, echo, remote).run()
 
 
@@ -85,7 +88,10 @@ class _Upload:
             self.echo(f"{found.pull_request} has all {len(items)} files: nothing to upload")
             return replace(found, uploaded=[], deleted=[], unchanged=[item.name for item in items])
         changed = [item for item in items if item.name in pushed.uploaded]
-        self.echo(f"Uploading {len(changed)} of {len(items)} files, {sum(item.size for item in changed):,} bytes")
+        size, place = sum(item.size for item in changed), f"the {visibility(pushed.private)} repository {repo_id}"
+        self.echo(f"Uploading {len(changed)} of {len(items)} files, {size:,} bytes, to {place}")
+        if pushed.deleted:
+            self.echo(f"Deleting there what this release no longer has: {', '.join(pushed.deleted)}")
         additions = [CommitOperationAdd(item.name, item.path) for item in changed]
         self._send_large(additions)
         deletions = [CommitOperationDelete(path, is_folder=False) for path in pushed.deleted]
@@ -107,29 +113,48 @@ class _Upload:
             unchanged=[item.name for item in unchanged],
             deleted=deleted,
             kept=sorted(set(files) - ours),
+            private=self.access.private,
         )
 
     def _make_place(self) -> None:
         """The repository and the branch that are not there yet."""
         repo_id, branch = self.target.repo_id, self.target.revision
         if not self.access.exists:
-            visibility = "public" if self.target.public else "private"
-            self._create()
-            self.echo(f"Created {repo_id} ({visibility})")
-            self.remote.words = f"The new repository {repo_id} ({visibility}) is there, without the model; {AGAIN}"
+            seen = visibility(not self.target.public)
+            self._create(f"the new repository {repo_id} ({seen})")
+            self.echo(f"Created {repo_id} ({seen})")
+            self.remote.words = f"The new repository {repo_id} ({seen}) is there, without the model; {AGAIN}"
         if self.access.new_branch:
-            patiently(self.api.create_branch, repo_id, branch=branch, exist_ok=True, echo=self.echo)
+            name, before = f"new branch {branch} of {repo_id}", self.remote.words
+            self._make(f"the {name}", self.api.create_branch, repo_id, branch=branch, exist_ok=True)
+            there = f"The {name} is there, with the files of main; {AGAIN}"
+            self.remote.words = there if self.access.exists else before
             self.echo(f"Created the branch {branch} of {repo_id}")
-            if self.access.exists:
-                self.remote.words = f"The new branch {branch} of {repo_id} is there, with the files of main; {AGAIN}"
         info = patiently(self.api.model_info, repo_id, revision=branch, echo=self.echo)
         self.access = Access(self.access.user, True, info.private, info.sha, list_files(self.api, repo_id, info.sha))
 
-    def _create(self) -> None:
+    def _make(self, what: str, call: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+        """Create `what`. Unless the Hub refuses the first try, it may be there: a lost answer may have been a yes."""
+        before, tries = self.remote.words, []
+        unknown = f"Whether {what} was created is not known: look at {self.api.endpoint}/{self.target.repo_id}."
+        self.remote.words = unknown if before == UNTOUCHED else f"{before} {unknown}"
+
+        def once() -> None:
+            tries.append(1)
+            call(*arguments, **options)
+
+        try:
+            patiently(once, echo=self.echo)
+        except HTTPError as error:
+            if len(tries) == 1 and not is_transient(error):
+                self.remote.words = before
+            raise
+
+    def _create(self, what: str) -> None:
         """A repository that appeared since it was looked for may be ours: the answer to an earlier try was lost."""
         repo_id = self.target.repo_id
         try:
-            patiently(self.api.create_repo, repo_id, private=not self.target.public, echo=self.echo)
+            self._make(what, self.api.create_repo, repo_id, private=not self.target.public)
         except HfHubHTTPError as error:
             if status_of(error) != 409:
                 raise
@@ -161,8 +186,11 @@ class _Upload:
     def _commit(self, operations: list[CommitOperationAdd | CommitOperationDelete], pushed: Pushed) -> Pushed:
         """A commit whose answer is lost has mostly landed, so the Hub is asked before another try."""
         before, target = self.remote.words, self.target
+        what, where = "commit", pushed.url
+        if target.create_pr:
+            what, where = "pull request", f"{self.api.endpoint}/{target.repo_id}/discussions"
         for wait in (*WAITS, None):
-            self.remote.words = f"Whether the commit is there is not known: look at {pushed.url}, or run again."
+            self.remote.words = f"Whether the {what} is there is not known: look at {where}, or run again."
             try:
                 info = self.api.create_commit(
                     target.repo_id,
@@ -197,8 +225,11 @@ class _Upload:
     def _find_pull_request(self, pushed: Pushed) -> Pushed | None:
         """An open one of ours with this title and these files."""
         repo_id, author = self.target.repo_id, self.access.user
-        talks = self.api.get_repo_discussions(repo_id, author=author, discussion_type="pull_request")
-        for talk in patiently(list, talks, echo=self.echo):
+
+        def find() -> list[Discussion]:  # anew at each try: a generator that has raised says that there is none
+            return list(self.api.get_repo_discussions(repo_id, author=author, discussion_type="pull_request"))
+
+        for talk in patiently(find, echo=self.echo):
             revision = f"refs/pr/{talk.num}"
             if talk.author == author and talk.status in ("open", "draft") and talk.title == self.message:
                 info = patiently(self.api.model_info, repo_id, revision=revision, echo=self.echo)
@@ -210,6 +241,10 @@ class _Upload:
         files = list_files(self.api, self.target.repo_id, commit)
         changed, _ = split(self.items, files)
         return not changed and not left_over(self.items, files)
+
+
+def visibility(private: bool | None) -> str:
+    return "private" if private else "public"
 
 
 def _parts(additions: list[CommitOperationAdd]) -> list[list[CommitOperationAdd]]:

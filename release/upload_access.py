@@ -62,7 +62,7 @@ def open_access(
     """
     check_version()
     check_names(target)
-    with hub_errors(api, target.repo_id, "asking for access", Remote(), echo):
+    with hub_errors(api, target.repo_id, "asking for access", Remote()):
         user = patiently(api.whoami, echo=echo)
         check_role(user, target)
         try:
@@ -86,7 +86,8 @@ def check_names(target: Target) -> None:
     try:
         validate_repo_id(target.repo_id)
     except HFValidationError as error:
-        raise InputError(f"{target.repo_id!r} is no name for the Hub: {error} Name it user/name.") from None
+        reason = " ".join(str(error).split())
+        raise InputError(f"{target.repo_id!r} is no name for the Hub: {reason} Name it user/name.") from None
     if target.repo_id.count("/") != 1:
         raise InputError(f"{target.repo_id!r} has no user or organization. Name it user/name.")
     revision = target.revision

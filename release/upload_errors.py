@@ -2,6 +2,7 @@
 
 import logging
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ OLDEST = "1.31"
 TRANSIENT = (408, 429, 500, 502, 503, 504)
 WAITS = (1, 2, 4, 8)  # seconds, where the Hub does not say how long
 UNTOUCHED = "Nothing was created or changed on the Hub."
+CHANGED = re.compile("XAmzContentSHA256Mismatch|BadDigest")  # the storage's words for content of another hash
 TOKENS = "https://huggingface.co/settings/tokens"
 
 
@@ -47,18 +49,18 @@ def check_version() -> None:
 
 
 @contextmanager
-def hub_errors(api: HfApi, repo_id: str, doing: str, remote: Remote, echo: Callable[[str], Any]) -> Iterator[None]:
+def hub_errors(api: HfApi, repo_id: str, doing: str, remote: Remote) -> Iterator[None]:
     """Turn what huggingface_hub raises in the block into an InputError; keep secrets out of its log.
 
     No error has a cause, whose traceback would show addresses of requests.
     """
-    with _clean_log(api):
+    with clean_log(api):
         try:
             yield
         except NormAlignError as error:
             raise error from None
         except (KeyboardInterrupt, SystemExit):
-            echo(remote.words)
+            print(remote.words, file=sys.stderr)  # with --json, too, where echo is silent
             raise
         except (HTTPError, OSError, ValueError, RuntimeError) as error:
             raise InputError(f"{in_words(error, api, repo_id, doing)} {remote.words}") from None
@@ -116,6 +118,8 @@ def in_words(error: Exception, api: HfApi, repo_id: str, doing: str) -> str:
         return f"{hub} needs a token for {doing}, and there is none. Log in with: hf auth login, or set HF_TOKEN."
     if isinstance(cause, OfflineModeIsEnabled):
         return f"{doing[0].upper()}{doing[1:]} needs the Hub, but HF_HUB_OFFLINE is set. Unset it, and run again."
+    if not (_token(api) or "").isascii():
+        return "The token has a character that no token has. Log in with: hf auth login --force, or set HF_TOKEN."
     status = status_of(cause) or _xet_status(cause)
     if status is not None:
         return _of_status(status, cause, hub, repo_id, doing, clean(_said(cause), api))
@@ -137,6 +141,8 @@ def _of_status(status: int, cause: Exception, hub: str, repo_id: str, doing: str
             f"{hub} has no xet storage ({status}), but hf_xet is installed here, so huggingface_hub uploads with it "
             "alone. Set HF_HUB_DISABLE_XET=1, and run again."
         )
+    if CHANGED.search(said):
+        return f"A file of the folder changed here while it was uploaded ({status}{quoted}). Run again."
     if status == 401:
         return f"{refused} The token is not valid or has ended. Log in with: hf auth login --force, or set HF_TOKEN."
     if status == 402:
@@ -180,9 +186,13 @@ def _said(error: Exception) -> str:
     return (error.server_message or "") if isinstance(error, HfHubHTTPError) else ""
 
 
+def _token(api: HfApi) -> str | None:
+    return api.token if isinstance(api.token, str) else get_token()
+
+
 def clean(text: str, api: HfApi) -> str:
     """`text` in one line, without tokens and without the signatures in addresses."""
-    token = api.token if isinstance(api.token, str) else get_token()
+    token = _token(api)
     if token:
         text = text.replace(token, "...")
     text = re.sub(r"\bhf_[A-Za-z0-9]{20,}", "...", text)
@@ -204,14 +214,22 @@ class _Cleaner(logging.Filter):
 
 
 @contextmanager
-def _clean_log(api: HfApi) -> Iterator[None]:
-    """A filter of a logger does not see what its children log; one of the handlers does."""
-    cleaner = _Cleaner(api)
-    handlers = [*logging.getLogger("huggingface_hub").handlers, *logging.getLogger().handlers]
+def clean_log(api: HfApi) -> Iterator[None]:
+    """A filter of a logger does not see what its children log; one of the handlers does.
+
+    huggingface_hub has a handler of its own, which would print each line a second time where the root has one, too.
+    """
+    cleaner, library, root = _Cleaner(api), logging.getLogger("huggingface_hub"), logging.getLogger()
+    handlers = [*library.handlers, *root.handlers]
+    doubled = list(library.handlers) if library.propagate and root.handlers else []
     for handler in handlers:
         handler.addFilter(cleaner)
+    for handler in doubled:
+        library.removeHandler(handler)
     try:
         yield
     finally:
+        for handler in doubled:
+            library.addHandler(handler)
         for handler in handlers:
             handler.removeFilter(cleaner)

@@ -15,8 +15,9 @@ from huggingface_hub.hf_api import RepoFile
 
 from llava_norm_align.common.errors import InputError
 from llava_norm_align.common.results import FOLDER, sha256_file
+from llava_norm_align.conversion.files import COPIED_NAMES
 from llava_norm_align.release.card_check import MARK
-from llava_norm_align.release.contents import MODEL_FILES, TEMPLATES, Item
+from llava_norm_align.release.contents import MODEL_FILES, RESULT_FILES, TEMPLATES, Item
 from llava_norm_align.release.upload_errors import UNTOUCHED
 
 # Weights that transformers would load in place of the new ones, or onto them.
@@ -75,10 +76,21 @@ def left_over(items: Sequence[Item], files: Mapping[str, RepoFile]) -> list[str]
 
 
 def is_ours(path: str) -> bool:
-    """Weights, configs, processor, code, results: left over, they would be read in place of the new ones."""
-    if path.startswith((f"{FOLDER}/", f"{TEMPLATES}/")) or WEIGHTS.fullmatch(path):
-        return True
-    return "/" not in path and any(fnmatch.fnmatchcase(path, pattern) for pattern in MODEL_FILES)
+    """Weights, configs, processor, code, results: left over, they would be read in place of the new ones.
+
+    Not the texts of licences and the like: nobody reads them in place of another, and somebody may have to have them.
+    """
+    place, _, name = path.rpartition("/")
+    if not place:
+        model = _fits(name, MODEL_FILES) and not name.startswith(COPIED_NAMES)
+        return model or bool(WEIGHTS.fullmatch(name))
+    if place == TEMPLATES:
+        return name.endswith(".jinja")
+    return bool(re.fullmatch(rf"{FOLDER}(/diagnosis-[^/]+)?", place)) and _fits(name, RESULT_FILES)
+
+
+def _fits(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def check_replaceable(

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +24,14 @@ NOT_PASSED_ON = ("TRANSFORMERS_CACHE", "PYTORCH_TRANSFORMERS_CACHE", "PYTORCH_PR
 )  # fmt: skip
 
 
-def check_remote(
-    api: HfApi, pushed: Pushed, items: Sequence[Item], echo: Callable[[str], Any] = lambda text: None
-) -> None:
+def check_remote(api: HfApi, pushed: Pushed, items: Sequence[Item]) -> None:
     """CheckFailed unless the commit holds each item with its size and hash, and nothing that was to be deleted.
 
     The hashes (sha256 of a large file, git's blob id of any other) are those that the Hub lists, against the files
     as they are here now.
     """
     remote = Remote("The upload is there, and was not checked.")
-    with hub_errors(api, pushed.repo_id, "the check of what was uploaded", remote, echo):
+    with hub_errors(api, pushed.repo_id, "the check of what was uploaded", remote):
         files = list_files(api, pushed.repo_id, pushed.commit)
         wrong = [said for item in items if (said := _difference(item, files))]
         wrong += [f"{path} is still there" for path in pushed.deleted if path in files]

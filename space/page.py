@@ -137,7 +137,7 @@ def _examples(desk: Desk, picture: gr.Image, question: gr.Textbox) -> None:
 
 def _see(desk: Desk, tab: gr.Tab, picture: gr.Image, question: gr.Textbox) -> None:
     """What the picture and question of the first tab do in the models; measured when the tab is opened."""
-    with gr.Row():
+    with gr.Row(elem_id="see-top"):
         gr.HTML(f"<p class='quiet'>{words.LEGEND}</p>", elem_classes="words", min_width=280)
         measure = gr.Button("Measure", variant="primary", elem_id="measure", scale=0, min_width=140)
     table, plots = gr.HTML(elem_id="see-table"), gr.HTML(elem_id="see-plots")

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import socket
 import sys
 import tempfile
 import time
@@ -58,9 +59,12 @@ def launch(desk: Any) -> Any:
     from llava_norm_align.space.page import build_page
     from llava_norm_align.space.theme import CSS, theme
 
-    page = build_page(desk, own_address()).queue(max_size=desk.settings.queue, default_concurrency_limit=4)
+    port = free_port(os.environ.get(PORT))
+    address = os.environ.get("SPACE_ID") or f"http://127.0.0.1:{port}"  # what gradio_client takes
+    page = build_page(desk, address).queue(max_size=desk.settings.queue, default_concurrency_limit=4)
     try:
         page.launch(
+            server_port=port,
             theme=theme(),
             css=CSS,
             quiet=True,
@@ -77,12 +81,23 @@ def launch(desk: Any) -> Any:
         )
     except OSError as error:
         raise InputError(
-            f"The page cannot be served ({error}). Set {PORT} to a free port, or GRADIO_SERVER_NAME to an address of "
-            "this machine."
+            f"The page cannot be served ({error}). Set {PORT} to a port that you may open, or GRADIO_SERVER_NAME "
+            "to an address of this machine."
         ) from error
     return page
 
 
-def own_address() -> str:
-    """What gradio_client takes: the Space's id, or the address on this machine, if the first port is free."""
-    return os.environ.get("SPACE_ID") or f"http://127.0.0.1:{os.environ.get(PORT) or 7860}"
+def free_port(wanted: str | None) -> int:
+    """The port `wanted`, or the first free one from 7860 on. InputError if it is in use or no port.
+
+    Nothing must answer there: on some systems, two servers can bind one port without an error.
+    """
+    if wanted and not (wanted.isdecimal() and 0 < int(wanted) < 2**16):
+        raise InputError(f"{PORT} is {wanted!r}, but a number from 1 to 65535 was expected.")
+    for port in [int(wanted)] if wanted else range(7860, 7960):
+        with socket.socket() as probe:
+            probe.settimeout(1)
+            if probe.connect_ex(("127.0.0.1", port)) != 0:
+                return port
+    taken = f"Port {wanted} is" if wanted else "The ports 7860 to 7959 are"
+    raise InputError(f"{taken} in use by another program. Set {PORT} to a free one.")

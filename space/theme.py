@@ -12,6 +12,11 @@ CSS = """
 #head h1 {font-size: 1.5rem; font-weight: 650; margin: .4rem 0 .3rem;}
 #head p, .words p, .words li {max-width: 76ch; line-height: 1.5;}
 #head p {margin: .3rem 0;}
+.words table {display: block; overflow-x: auto; border: 0 !important;}
+.words th, .words td {word-break: normal; overflow-wrap: normal; min-width: 5rem;}
+#evaluation th, #evaluation td {white-space: nowrap;}
+#see-top {flex-wrap: wrap;}
+#see-top .words {flex: 1 1 280px;}
 .words li {margin: .2rem 0;}
 .quiet {color: var(--quiet) !important; font-size: .9rem; line-height: 1.45;}
 .note {border-left: 3px solid var(--plot-text); padding: .1rem 0 .1rem .7rem;}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import yaml
 from huggingface_hub import ModelCard
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from llava_norm_align.common.errors import InputError
 from llava_norm_align.common.results import weights_sha256, write_json
@@ -18,6 +18,7 @@ from llava_norm_align.conversion.convert import convert
 from llava_norm_align.release.card import MARK
 from llava_norm_align.release.card_evaluation import score
 from llava_norm_align.release.card_results import short
+from llava_norm_align.release.contents import find_contents
 from tests.helpers.convert import tiny_llava, write_photos
 from tests.helpers.release_card import (
     REPO,
@@ -27,11 +28,13 @@ from tests.helpers.release_card import (
     add_training,
     build,
     front,
+    move_norm,
     result,
     section,
 )
 
 CARD = "---\nlicense: apache-2.0\n---\n\n# A norm-aligned model\n"
+NAME = "accuracy, 8 questions, 95 % interval 0.25 to 0.95"
 EVIL = "a|b <script>alert(1)</script> [x](http://evil) @you\n---\nlicense: mit\n```"
 
 
@@ -58,7 +61,6 @@ def test_an_untrained_model_says_so_first(folder):
     }
     title, first = re.split(r"\n\n+", card.text.partition(MARK)[2].strip())[:2]
     assert title == "# my-model" and first.startswith("> **Train this model before use.**")
-    assert "> **Train" not in build_card_after(folder, add_training).text
     assert "no evaluation" in section(card, "Evaluation").lower()
     assert "- Python 3.11.7, transformers 4.57.6, torch 2.13.0" in section(card, "Loading")
     calibration = json.loads((folder / "norm_align" / "calibration.json").read_text())
@@ -74,12 +76,6 @@ def test_an_untrained_model_says_so_first(folder):
         assert section(card, title) == ""
 
 
-def build_card_after(folder, add):
-    other = shutil.copytree(folder, folder.with_name("other"))
-    add(other)
-    return build(other)
-
-
 def test_measured_agreement_is_told_with_the_warning(folder):
     path = folder / "norm_align" / "calibration.json"
     content = json.loads(path.read_text())
@@ -89,19 +85,28 @@ def test_measured_agreement_is_told_with_the_warning(folder):
 
 
 def test_a_norm_that_moved_counts_as_trained_and_nothing_is_claimed_of_how(folder):
-    path = folder / "model-00002-of-00002.safetensors"
-    tensors = load_file(path)
-    name = next(name for name in tensors if name.endswith("align_norm.weight"))
-    tensors[name][3] += 0.5
-    save_file(tensors, path, metadata={"format": "pt"})
+    move_norm(folder)
     card = build(folder)
     assert "> **" not in card.text and "how is not recorded here" in section(card, "Training")
     assert "it has moved since" in section(card, "Calibration")
 
 
-def test_training_by_its_result_file(folder):
+def test_a_recorded_training_of_a_norm_that_did_not_move_is_doubted(folder):
+    """training.json names no weights: it may have been left over from others."""
     add_training(folder)
     card = build(folder)
+    assert "> **Train this model before use.**" in card.text and "although a training is recorded" in card.text
+    doubt, claim = section(card, "Training").split("Trained for 30 steps")
+    assert "these may not be the weights" in doubt and "needs training before use" in section(card, "Limits")
+    assert any("training.json" in note and "norm has not moved" in note for note in card.notes)
+
+
+def test_training_by_its_result_file(folder):
+    add_training(folder)
+    move_norm(folder)
+    card = build(folder)
+    assert "> **" not in card.text and "may not be" not in card.text
+    assert not any("training.json" in note for note in card.notes)
     told = section(card, "Training")
     assert "Trained for 30 steps on rows.json." in told
     assert "| projector | 1,152 | 2e-05 | 0 |" in told and "| vision | 22,056,576 | frozen |  |" in told
@@ -122,7 +127,7 @@ def test_evaluation_in_metadata_and_text(folder):
             {
                 "task": {"type": "image-text-to-text"},
                 "dataset": {"name": "easy-vqa, the first 8 only", "type": "easy-vqa"},
-                "metrics": [{"type": "accuracy", "value": 0.75, "name": "accuracy, 8 questions"}],
+                "metrics": [{"type": "accuracy", "value": 0.75, "name": NAME}],
             }
         ],
     }
@@ -141,7 +146,9 @@ def test_a_score_of_one_seed_is_that_seed(folder):
     content["scores"][0] |= {"accuracy": 0.5, "seeds": [0.25, 0.75]}
     add_evaluation(folder, models=content["models"], scores=content["scores"])
     card = build(folder)
-    assert front(card)["model-index"][0]["results"][0]["metrics"][0]["value"] == 0.75
+    metric = front(card)["model-index"][0]["results"][0]["metrics"][0]
+    # the interval is that of the mean of both
+    assert metric == {"type": "accuracy", "value": 0.75, "name": "accuracy, 8 questions"}
     assert "this training (2 seeds)" in section(card, "Evaluation")
 
 
@@ -155,7 +162,7 @@ def test_harness_results(folder):
         ("image-text-to-text", "arc_easy"),
     ]
     assert [one["metrics"] for one in found] == 2 * [
-        [{"type": "acc-none", "value": 0.625, "name": "acc, none, 240 questions"}]
+        [{"type": "acc-none", "value": 0.625, "name": "acc, none, 240 questions, standard error 0.0125"}]
     ]
     told = section(card, "Evaluation")
     assert told.count("a-harness 1.2.3") == 4
@@ -198,7 +205,9 @@ def test_results_of_other_weights_are_left_out_and_told(folder, name):
     add_harness(folder, "lmms")
     path = folder / "norm_align" / f"{name}.json"
     path.write_text(path.read_text().replace(weights_sha256(folder), "9" * 64))
-    assert any(f"{name}.json is of other weights" in note for note in build(folder).notes)
+    [note] = build(folder).notes[:1]
+    assert f"{name}.json is of other weights" in note and "not in the card, though the file goes up" in note
+    assert f"norm_align/{name}.json" in {item.name for item in find_contents(folder).items}
     for other in {"diagnosis", "evaluation", "evaluation-text", "evaluation-lmms"} - {name}:
         (folder / "norm_align" / f"{other}.json").unlink()
     card = build(folder)
@@ -216,13 +225,31 @@ def test_result_files_of_another_schema_or_broken(folder):
         build(folder)
 
 
+@pytest.mark.parametrize("recipe", [[1], "x"])
+def test_a_recipe_that_is_none(folder, recipe):
+    add_training(folder, recipe=recipe)
+    with pytest.raises(InputError, match="training.json is not as train writes it .*Run train again"):
+        build(folder)
+
+
+@pytest.mark.parametrize("hashes", ["x", [1], {"a": ["x"]}, None])
+@pytest.mark.parametrize("name", ["text", "lmms"])
+def test_hashes_of_weights_that_are_none(folder, name, hashes):
+    add_harness(folder, name, weights_sha256=hashes)
+    card = build(folder)
+    assert "model-index" not in front(card) and any(f"evaluation-{name}.json is of other" in n for n in card.notes)
+
+
 def test_words_of_result_files_cannot_become_markup(folder):
     add_training(folder, recipe={"data_path": EVIL, "optim": EVIL, EVIL: EVIL}, alarms=[{"message": EVIL}],
                  groups=[{"part": EVIL, "parameters": 1}])  # fmt: skip
     add_evaluation(folder)
     for name in ("evaluation", "training"):
         path = folder / "norm_align" / f"{name}.json"
-        path.write_text(path.read_text().replace('"easy-vqa"', json.dumps(EVIL)).replace('"5.24.0"', json.dumps(EVIL)))
+        text = path.read_text()
+        for word in ("easy-vqa", "norm + GWC", "5.24.0"):
+            text = text.replace(json.dumps(word), json.dumps(EVIL))
+        path.write_text(text)
     add_harness(folder, "text", harness=EVIL)
     add_harness(folder, "lmms", harness=EVIL)
     card = build(folder)

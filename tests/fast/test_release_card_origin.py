@@ -1,17 +1,21 @@
 """The license and the base model that a card names, and a README.md that lies in the folder already."""
 
 import json
+import logging
 import shutil
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
 
 import pytest
 import yaml
-from huggingface_hub import HfApi, ModelCard
+from huggingface_hub import HfApi, ModelCard, constants, utils
 
 from llava_norm_align.common.errors import InputError
 from llava_norm_align.common.results import write_json
 from llava_norm_align.conversion.convert import convert
 from llava_norm_align.release import card_license
-from llava_norm_align.release.card import build_card, check_card, validate_card_online
+from llava_norm_align.release.card import MARK, build_card, check_card, validate_card_online
 from tests.helpers.convert import tiny_llava
 from tests.helpers.release_card import (
     REPO,
@@ -22,6 +26,7 @@ from tests.helpers.release_card import (
 )
 
 CARD = "---\nlicense: apache-2.0\n---\n\n# A norm-aligned model\n"
+STOCK = "---\nlicense: llama2\nlanguage: en\n---\n# Stock LLaVA\n"
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +54,27 @@ def asked(monkeypatch, cards):
 
     monkeypatch.setattr(HfApi, "model_info", model_info)
     return seen
+
+
+@contextmanager
+def serving(status):
+    """A Hub that gives this answer alone."""
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(status)
+            if status == 401:
+                self.send_header("X-Error-Code", "RepoNotFound")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *args):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
 
 
 def add_source(folder, source, **more):
@@ -88,9 +114,23 @@ def test_the_license_of_a_base_on_the_hub(folder, monkeypatch):
 def test_offline_a_base_on_the_hub_gives_no_license(folder, monkeypatch):
     asked(monkeypatch, {})
     add_source(folder, "owner/base", source_on_hub=True)
-    with pytest.raises(InputError, match="is not known"):
+    with pytest.raises(InputError, match=r"is not known: the Hub could not be asked .*owner/base \(OSError\)\. Pass"):
         build(folder, license=None)
     assert front(build(folder))["base_model"] == "owner/base"
+
+
+def test_a_hub_that_answers_503_and_a_base_that_is_private(folder, monkeypatch):
+    """Not that no card says it: nobody could look."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    new_session = getattr(utils, "close_session", None) or utils.reset_sessions  # 1.x or 0.x
+    new_session()
+    for status in (503, 401):
+        with serving(status) as address:
+            monkeypatch.setattr(card_license, "HfApi", lambda address=address: HfApi(endpoint=address, token="hf_x"))
+            with pytest.raises(InputError, match=rf"could not be asked .*owner/base \(\w+, status {status}\)"):
+                build(folder, license=None, base_model="owner/base")
+    monkeypatch.undo()
+    new_session()
 
 
 def test_a_name_that_may_have_been_a_folder_is_no_base_model(folder, monkeypatch):
@@ -157,23 +197,66 @@ def test_the_list_of_licenses():
 
 def test_the_card_of_the_base_model_does_not_go_up(folder):
     """convert copies it beside the model."""
-    (folder / "README.md").write_text("---\nlicense: llama2\nlanguage: en\n---\n# Stock LLaVA\n")
+    (folder / "README.md").write_text(STOCK)
+    add_source(folder, "owner/base", source_on_hub=False)
     card = build(folder, license=None)
     assert front(card)["license"] == "llama2" and front(card)["language"] == ["en"] and "Stock LLaVA" not in card.text
-    assert any("README.md" in note and "base model's card" in note for note in card.notes) and not card.by_hand
+    assert any("README.md" in note and "base model's card" in note for note in card.notes)
+
+
+def test_a_readme_is_the_base_models_only_if_it_may_be(folder, tmp_path, caplog):
+    """Known where the base's folder is here, over all steps; else a word on this model tells one by hand."""
+    stock, aligned = tmp_path / "stock", shutil.copytree(folder, tmp_path / "aligned")
+    stock.mkdir()
+    (folder / "README.md").write_text(STOCK)
+    add_source(aligned, "stock")
+    add_training(folder, model=str(aligned))
+    for text in (None, STOCK + "More."):  # it has another one, or none
+        (stock / "README.md").write_text(text) if text else None
+        card = build(folder, license=None)
+        assert card.text == STOCK and "written by hand" in card.notes[0]
+    (stock / "README.md").write_text(STOCK)
+    card = build(folder, license=None)
+    assert "Stock" not in card.text and any(
+        "README.md in /" in n and "is the base model's card" in n for n in card.notes
+    )
+    shutil.rmtree(stock)
+    (aligned / "norm_align" / "calibration.json").unlink()
+    add_training(folder, model="gone")
+    card = build(folder, license=None)
+    [note] = [n for n in card.notes if "README.md in /" in n]
+    assert "Stock" not in card.text and f"names neither norm-align nor {REPO}" in note and "is taken for" in note
+    (folder / "README.md").write_text(STOCK + f"This is {REPO}.\n")
+    assert build(folder, license=None).text.endswith(f"This is {REPO}.\n")
+    (folder / "README.md").write_text("# Stock LLaVA\n")
+    caplog.set_level(logging.WARNING)
+    assert "Stock" not in build(folder).text and caplog.records == []
+
+
+def test_the_card_of_a_trainer_does_not_go_up(folder):
+    """transformers writes one that knows nothing of the norm."""
+    (folder / "README.md").write_text("---\nlicense: mit\ntags: [generated_from_trainer]\n---\n# out\n")
+    assert MARK in build(folder).text
+
+
+@pytest.mark.parametrize("mark", ["", MARK, "norm-align"])
+def test_broken_front_matter_is_never_replaced(folder, mark):
+    (folder / "README.md").write_text(f"---\nlicense: [mit\n---\n# Trained by me with love\n{mark}")
+    with pytest.raises(InputError, match="no YAML at line 2 of .*README.md"):
+        build(folder)
 
 
 def test_a_card_that_was_made_is_made_anew(folder):
     (folder / "README.md").write_text(build(folder, license="mit").text)
     add_training(folder)
     card = build(folder, license=None)
-    assert front(card)["license"] == "mit" and section(card, "Training") and not card.by_hand
+    assert front(card)["license"] == "mit" and section(card, "Training")
 
 
 def test_a_card_by_hand_is_kept(folder):
     (folder / "README.md").write_text(CARD)
     card = build(folder, license=None)
-    assert card.text == CARD and card.by_hand and "by hand" in card.notes[0]
+    assert card.text == CARD and "by hand" in card.notes[0]
     build(folder)
     for options in ({"license": "mit"}, {"base_model": "a/b"}, {"language": ["en"]}):
         with pytest.raises(InputError, match="was written by hand, says"):

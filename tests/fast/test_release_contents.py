@@ -25,17 +25,26 @@ MODEL = {
     "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json",
 }  # fmt: skip
 RESULTS = {
-    "LICENSE", "README.md", "norm_align/curves.png", "norm_align/diagnosis.json", "norm_align/diagnosis.md",
+    "COPYING.rst", "LICENSE", "LICENSE-MIT", "LICENSE-llm-llama3.2.txt", "NOTICE.md", "README.md", "USE_POLICY.pdf",
+    "norm_align/curves.png", "norm_align/diagnosis.json", "norm_align/diagnosis.md",
     "norm_align/diagnosis-stock-0a1b2c3d/norms_by_layer.png", "norm_align/evaluation.json",
     "norm_align/training.json", "projector.safetensors", "recipe.yaml",
+    "sentencepiece.bpe.model", "source.spm", "tokenizer.model",
 }  # fmt: skip
 STAYS = {  # what lies there: a word of the reason
     ".env": "passwords",
     ".git/": "history",
     ".gitattributes": "Hub",
+    "LICENSE.ipynb": "notebook",
+    "LICENSE.pkl": "pickle",
+    "LICENSE.safetensors": "does not read",
+    "LICENSE-x.pkl": "pickle",
+    "LICENSE_KEY": "no file",
+    "NOTICE.json": "no file",
     "adapter_model.safetensors": "adapter",
     "checkpoint-3/": "checkpoint",
     "events.out.tfevents.1": "log",
+    "evil.model": "no file",
     "explore.ipynb": "notebook",
     "helper.py": "auto_map",
     "model-old.safetensors": "does not read",
@@ -104,7 +113,6 @@ def test_a_converted_folder_goes_up_whole(converted):
     assert found.left_out == [] and found.notes == []
     assert [item.size for item in found.items] == [(converted / item.name).stat().st_size for item in found.items]
     assert found.items == sorted(found.items, key=lambda item: item.name)
-    assert found.size == sum(path.stat().st_size for path in converted.rglob("*") if path.is_file())
 
 
 def test_results_go_up_and_the_rest_stays_with_a_reason(folder):
@@ -137,7 +145,7 @@ def test_the_family_pairs_go_up(folder):
 
 
 @pytest.mark.parametrize("what", SECRETS)
-@pytest.mark.parametrize("name", ["norm_align/training.json", "chat_template.json", "README.md"])
+@pytest.mark.parametrize("name", ["norm_align/training.json", "README.md", "tokenizer.model"])
 def test_a_secret_is_named_by_file_and_line_alone(folder, what, name):
     write(folder, name, f"one\ntwo\n  x: {SECRETS[what]}\n")
     with pytest.raises(InputError) as caught:
@@ -186,6 +194,14 @@ def test_missing_and_empty_weights(folder):
     (folder / "model-00002-of-00002.safetensors").write_bytes(b"")
     with pytest.raises(InputError, match="model-00002-of-00002.safetensors is empty"):
         find_contents(folder)
+    write(folder, "model-00002-of-00002.safetensors")
+    for name in ("tokenizer.model", "norm_align/training.json", "norm_align/curves.png", "LICENSE.pdf"):
+        empty = write(folder, name, "")
+        with pytest.raises(InputError, match=f"The file {empty} is empty"):
+            find_contents(folder)
+        empty.unlink()
+    write(folder, "NOTICE", "")
+    assert "NOTICE" in names(find_contents(folder))
     (folder / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(InputError, match="model-00002-of-00002.safetensors is missing"):
         find_contents(folder)
@@ -197,8 +213,16 @@ def test_links(folder, tmp_path):
     (outside / "weights").write_text("x")
     (folder / "notes.txt").symlink_to(outside / "weights")  # it stays, wherever it leads
     (folder / "NOTICE").symlink_to("config.json")
-    assert "NOTICE" in names(find_contents(folder)) and "notes.txt" in dict(find_contents(folder).left_out)
+    (folder / "norm_align" / "curves.json").symlink_to("../config.json")
+    assert {"NOTICE", "norm_align/curves.json"} < names(find_contents(folder))
+    assert "notes.txt" in dict(find_contents(folder).left_out)
     link = folder / "LICENSE"
+    for name in (".env", "LICENSE.pkl", "drafts/recipe.json"):
+        write(folder, name, "PASSWORD=1")
+        link.symlink_to(name)
+        with pytest.raises(InputError, match=f"{link} is a link to .*{name}, which does not go up itself"):
+            find_contents(folder)
+        link.unlink()
     for target, words in ((outside / "weights", "out of the folder"), ("gone", "to nothing"), ("LICENSE", "nothing")):
         link.symlink_to(target)
         with pytest.raises(InputError, match=f"{link} is a link .*{words}"):
@@ -208,6 +232,24 @@ def test_links(folder, tmp_path):
     (folder / "norm_align").symlink_to(outside / "norm_align")
     with pytest.raises(InputError, match="norm_align is a link, which is not followed"):
         find_contents(folder)
+
+
+def test_a_snapshot_in_the_cache_of_the_hub(folder, tmp_path):
+    """It is made of links to blobs; a link elsewhere in the cache is as any other."""
+    repository = tmp_path / "models--me--x"
+    snapshot = repository / "snapshots" / "0a1b"
+    (repository / "blobs").mkdir(parents=True)
+    for number, path in enumerate(path for path in folder.rglob("*") if path.is_file()):
+        link = snapshot / path.relative_to(folder)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        blob = shutil.copyfile(path, repository / "blobs" / str(number))
+        link.symlink_to(os.path.relpath(blob, link.parent))
+    found = find_contents(snapshot)
+    assert names(found) == MODEL
+    assert [item.size for item in found.items] == [(folder / item.name).stat().st_size for item in found.items]
+    (snapshot / "LICENSE").symlink_to(write(repository, "refs/main"))
+    with pytest.raises(InputError, match="LICENSE is a link that leads out"):
+        find_contents(snapshot)
 
 
 def test_what_is_no_file_or_cannot_be_read(folder, monkeypatch):
@@ -228,6 +270,13 @@ def test_what_is_no_file_or_cannot_be_read(folder, monkeypatch):
         find_contents(folder)
 
 
+def test_no_folder_and_a_file(tmp_path):
+    file = write(tmp_path, "x.txt")
+    for name, words in ((tmp_path / "none", "There is no folder"), (file, "is a file"), (file / "a", "no folder")):
+        with pytest.raises(InputError, match=f"{words}.*Name the folder of a norm-aligned model"):
+            find_contents(name)
+
+
 def test_a_folder_that_is_no_model(tmp_path):
     (tmp_path / "x.txt").write_text("x")
     with pytest.raises(InputError, match="no config.json"):
@@ -241,6 +290,15 @@ def test_a_file_over_the_limit_is_refused_with_a_command_that_helps(folder, monk
     monkeypatch.setattr(contents, "SHARD", "60KB")
     with pytest.raises(InputError, match="the Hub takes files of up to") as caught:
         find_contents(folder)
+    os.truncate(write(folder, "tokenizer.model"), size)
+    for name in ("model-00001-of-00002", "model-00002-of-00002"):
+        os.rename(folder / f"{name}.safetensors", folder / f"{name}.kept")
+        os.truncate(write(folder, f"{name}.safetensors"), 1)
+    with pytest.raises(InputError, match="tokenizer.model has .* files of up to .* GB. Remove it"):
+        find_contents(folder)
+    (folder / "tokenizer.model").unlink()
+    for name in ("model-00001-of-00002", "model-00002-of-00002"):
+        os.rename(folder / f"{name}.kept", folder / f"{name}.safetensors")
     command = str(caught.value).partition("release those: ")[2]
     assert command.startswith("python -c '")
     write(folder, "checkpoint-1/")

@@ -3,6 +3,7 @@
 import copy
 
 import yaml
+from safetensors.torch import load_file, save_file
 
 from llava_norm_align.common.results import weights_sha256, write_json
 from llava_norm_align.diagnosis.markdown import markdown
@@ -27,6 +28,15 @@ def section(card, title):
 
 def result(folder, name, **content):
     write_json(folder / "norm_align" / f"{name}.json", HEAD | content)
+
+
+def move_norm(folder):
+    """As a training does: the norm of a converted model is no longer where it was inserted."""
+    path = folder / "model-00002-of-00002.safetensors"
+    tensors = load_file(path)
+    name = next(name for name in tensors if name.endswith("align_norm.weight"))
+    tensors[name][3] += 0.5
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 def add_evaluation(folder, **changes):

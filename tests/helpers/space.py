@@ -93,7 +93,9 @@ def upload(address, path):
 
 def call(address, endpoint, *values):
     """One call of a named endpoint by plain HTTP: (its events as (name, data), raw text)."""
-    sent = httpx.post(f"{address}/gradio_api/call/{endpoint}", json={"data": list(values)}, timeout=60)
+    content = json.dumps({"data": list(values)})  # in ASCII, so that what is no text can be sent
+    head = {"Content-Type": "application/json"}
+    sent = httpx.post(f"{address}/gradio_api/call/{endpoint}", content=content, headers=head, timeout=60)
     if sent.status_code != 200:
         return [("refused", sent.json())], sent.text
     text = httpx.get(f"{address}/gradio_api/call/{endpoint}/{sent.json()['event_id']}", timeout=120).text

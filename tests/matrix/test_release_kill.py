@@ -1,8 +1,12 @@
-"""kill -9 at ten moments of a release: the Hub never holds half of it, and the same command goes on from there."""
+"""kill -9 at ten moments of a release: the Hub never holds half of it, and the same command goes on from there.
+
+What can be caught (SIGTERM) says besides what the Hub holds.
+"""
 
 import multiprocessing
 import os
 import signal
+import sys
 from collections import Counter
 
 import pytest
@@ -21,15 +25,20 @@ MOMENTS = [
 ]
 
 
-def run(server, folder, match=None, **fault):
+def run(server, folder, match=None, number=signal.SIGKILL, **fault):
     """A release in a process of its own (a fork, which need not import), killed at a moment: how it ended."""
-    process = multiprocessing.get_context("fork").Process(target=release, args=[server, folder])
+    process = multiprocessing.get_context("fork").Process(target=work, args=[server, folder])
     if match:
-        server.fault(match, call=lambda: os.kill(process.pid, signal.SIGKILL), **fault)
+        server.fault(match, call=lambda: os.kill(process.pid, number), **fault)
     process.start()
     process.join(60)
     server.faults.clear()
     return process.exitcode
+
+
+def work(server, folder):
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # as the program does
+    release(server, folder)
 
 
 def state(server):
@@ -79,3 +88,21 @@ def test_a_kill_with_xet(tmp_path, monkeypatch, whole):
         assert len(server.xet.files) == whole and state(server) == {}
         assert run(server, folder) == 0 and state(server) == contents(folder)
         assert server.titles("me/x") == ["initial commit", MESSAGE]
+
+
+TERMINATED = {
+    "POST /api/repos/create": "Whether the new repository me/x (private) was created is not known: look at ",
+    "POST .*/preupload/": "The new repository me/x (private) is there, without the model; ",
+    "POST .*/commit/": "Whether the commit is there is not known: look at ",
+}
+
+
+@pytest.mark.parametrize("match", TERMINATED)
+def test_a_termination_says_what_is_there(tmp_path, monkeypatch, capfd, match):
+    in_process(monkeypatch, tmp_path)
+    folder = write_folder(tmp_path / "model", shards=1)
+    with hub.running(tmp_path / "hub") as server:
+        assert run(server, folder, match, signal.SIGTERM, lost=True) == 128 + signal.SIGTERM
+        assert TERMINATED[match] in capfd.readouterr().err
+        assert ("model", "me/x") in server.repositories
+        assert run(server, folder) == 0 and state(server) == contents(folder)

@@ -1,10 +1,15 @@
 """A release that may not or cannot go on: one sentence, no secrets, and what the Hub holds is said and true."""
 
+import io
+import logging
 import re
 
 import pytest
 
 from llava_norm_align.common.errors import InputError
+from llava_norm_align.release.card import Card
+from llava_norm_align.release.release import _validate
+from llava_norm_align.release.upload import Target
 from tests.helpers import hub
 from tests.helpers.hub_release import MESSAGE, contents, in_process, release, shard, write_folder
 
@@ -46,7 +51,19 @@ def has_all(message, *parts):
         assert part in message, message
 
 
-NAMES = ["x", "me/x/y", "me/x--y", "me/..x", "me/x.git", "me/-x", "me/" + 97 * "x", "me/x y", "", "https://hf.co/me/x"]
+NAMES = [
+    "x",
+    "me/x\ny",
+    "me/x/y",
+    "me/x--y",
+    "me/..x",
+    "me/x.git",
+    "me/-x",
+    "me/" + 97 * "x",
+    "me/x y",
+    "",
+    "https://hf.co/me/x",
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -103,7 +120,7 @@ def test_a_token_that_may_only_read(server, folder, caplog, there):
 def test_a_role_that_only_the_hub_knows(server, folder, caplog, monkeypatch):
     """As of a fine-grained token: whoami says nothing, and the right to write is asked for."""
     release(server, folder)
-    monkeypatch.setattr("llava_norm_align.release.upload_access._check_role", lambda user, target: None)
+    monkeypatch.setattr("llava_norm_align.release.upload_access.check_role", lambda user, target: None)
     has_all(refusal(caplog, server, folder, token="hf_read"), "(403", "Use a token that may write to me/x", UNTOUCHED)
     has_all(refusal(caplog, server, folder, "me/new", token="hf_read"), "(403", "may write to me/new", UNTOUCHED)
     assert set(server.repositories) == {("model", "me/x")}
@@ -127,6 +144,12 @@ def test_public_counts_for_a_new_one(server, folder, caplog):
     release(server, folder)
     has_all(refusal(caplog, server, folder, public=True), "me/x is there and private", UNTOUCHED)
     assert server.repositories["model", "me/x"].private
+
+
+def test_a_token_with_a_character_that_no_token_has(server, folder, caplog):
+    message = refusal(caplog, server, folder, token="hf_write\N{EURO SIGN}")
+    has_all(message, "The token has a character that no token has. Log in with", UNTOUCHED)
+    assert not server.log
 
 
 def test_offline(server, folder, caplog, monkeypatch):
@@ -209,6 +232,17 @@ def test_the_answer_to_the_commit_is_lost(server, folder, waits, create_pr):
     assert (pushed.pull_request is not None) == create_pr and pushed.uploaded == [shard(1, 3)]
 
 
+def test_nobody_knows_whether_the_pull_request_is_there(server, folder, caplog):
+    release(server, folder)
+    (folder / shard(1, 3)).write_bytes(b"\0new")
+    server.fault("GET .*/discussions", skip=1, status=503, times=99)
+    server.fault("POST .*/commit/", lost=True)
+    message = refusal(caplog, server, folder, create_pr=True)
+    place = f"{server.address}/me/x/discussions"
+    has_all(message, "(503", f"Whether the pull request is there is not known: look at {place}, or run again.")
+    assert len(server.repositories["model", "me/x"].discussions) == 1
+
+
 def test_the_connection_ends_before_the_commit(server, folder, waits):
     server.fault("POST .*/commit/", after=10, times=2)
     release(server, folder)
@@ -233,6 +267,32 @@ def test_the_answer_to_create_is_lost(server, folder):
     assert server.repositories["model", "me/x"].private
 
 
+@pytest.mark.parametrize("branch", [None, "v1"])
+def test_nobody_knows_whether_it_was_created(server, folder, caplog, branch):
+    match, what = "POST /api/repos/create", "new repository me/x (private)"
+    if branch:
+        release(server, folder)
+        match, what = "POST .*/branch/", "new branch v1 of me/x"
+    server.fault(match, lost=True)
+    server.fault(match, status=503, times=9)
+    message = refusal(caplog, server, folder, revision=branch)
+    has_all(message, "(503", f"Whether the {what} was created is not known: look at {server.address}/me/x.")
+    assert UNTOUCHED not in message
+    assert f"refs/heads/{branch or 'main'}" in server.repositories["model", "me/x"].refs
+    server.faults.clear()
+    release(server, folder, revision=branch)
+    assert contents(folder).items() <= server.files("me/x", branch or "main").items()
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_branch_that_is_refused_was_not_created(server, folder, caplog, fresh):
+    if not fresh:
+        release(server, folder)
+    server.fault("POST .*/branch/", status=403)
+    has_all(refusal(caplog, server, folder, revision="v1"), "(403", NEW if fresh else UNTOUCHED)
+    assert set(server.repositories["model", "me/x"].refs) == {"refs/heads/main"}
+
+
 def test_somebody_else_commits_meanwhile(server, folder, caplog):
     release(server, folder)
     repository = server.repositories["model", "me/x"]
@@ -251,23 +311,36 @@ def test_somebody_else_commits_meanwhile(server, folder, caplog):
     assert server.files("me/x")[shard(1, 3)] == b"\0new"
 
 
-def test_an_interruption_says_what_is_there(server, folder):
-    said = []
+def test_an_interruption_says_what_is_there(server, folder, capsys):
+    """On standard error, as with --json no line of `said` is shown."""
 
-    def echo(line):
-        said.append(line)
+    def stop(line):
         if line.startswith("Uploading"):
             raise KeyboardInterrupt
 
-    said_by = type("Lines", (list,), {"append": lambda self, line: echo(line)})()
+    said = type("Lines", (list,), {"append": lambda self, line: stop(line)})()
     with pytest.raises(KeyboardInterrupt):
-        release(server, folder, said=said_by)
-    assert said[-1].startswith(NEW)
+        release(server, folder, said=said)
+    assert capsys.readouterr().err.startswith(NEW)
 
 
 def test_a_file_that_goes_meanwhile(server, folder, caplog):
     server.fault("POST .*/preupload/", after=0, call=(folder / shard(2, 3)).unlink)
     has_all(refusal(caplog, server, folder), f"{folder / shard(2, 3)} cannot be read", NEW)
+
+
+@pytest.mark.parametrize("part_size", [0, 25_000])
+def test_a_file_that_changes_meanwhile(server, folder, caplog, part_size):
+    server.storage.part_size = part_size
+
+    def change():
+        (folder / shard(1, 3)).write_bytes(b"\1" * 60_000)
+
+    server.fault("POST .*/objects/batch", call=change, after=0)
+    has_all(refusal(caplog, server, folder), "A file of the folder changed here", "(400", "Run again.", NEW)
+    assert server.titles("me/x") == ["initial commit"]
+    release(server, folder)
+    assert server.files("me/x")[shard(1, 3)] == b"\1" * 60_000
 
 
 def test_xet_here_and_none_there(tmp_path, folder, caplog, monkeypatch):
@@ -293,3 +366,29 @@ def test_the_log_of_the_library_keeps_its_words(server, folder, caplog):
     release(server, folder)
     words = r"HTTP Error 503 thrown while requesting PUT http://localhost:\d+/_lfs/[0-9a-f]{64}\n"
     assert re.search(words, caplog.text)
+
+
+def test_each_line_of_the_log_is_shown_once(server, folder, monkeypatch):
+    """The command line gives the root logger a handler; the library's own has to wait meanwhile, and no longer."""
+    shown = io.StringIO()
+    handler, root, library = logging.StreamHandler(shown), logging.getLogger(), logging.getLogger("huggingface_hub")
+    for logger in (root, library):
+        monkeypatch.setattr(logger, "handlers", [*logger.handlers, handler])
+    server.fault("PUT /_lfs/", status=503)
+    release(server, folder)
+    assert shown.getvalue().count("HTTP Error 503") == 1 and handler in library.handlers
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_the_validator_is_asked_three_times(server, waits, monkeypatch, status):
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.address)
+    card, said, target = Card("---\nlicense: mit\n---\n# A model\n", []), [], Target("me/x")
+    server.fault("POST /api/validate-yaml", status=status, times=2)
+    assert _validate(card, target, False, said.append)
+    assert waits == [1, 2] and [line.split(" Trying")[1] for line in said] == [" again in 1 s", " again in 2 s"]
+    server.fault("POST /api/validate-yaml", status=status, times=9)
+    with pytest.raises(InputError, match=f"cannot be asked.*{status}"):
+        _validate(card, target, False, said.append)
+    asked = len(server.requests("validate-yaml"))
+    assert not _validate(card, target, True, said.append)
+    assert (asked, len(server.requests("validate-yaml"))) == (6, 7)

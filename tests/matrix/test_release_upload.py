@@ -1,10 +1,12 @@
 """A release over real HTTP: what the Hub holds afterwards, and what is not sent a second time."""
 
 import json
+import re
 
 import pytest
 
 from llava_norm_align.common.errors import InputError
+from llava_norm_align.release.release import describe_pushed
 from tests.helpers import hub
 from tests.helpers.hub_release import CARD, CONFIG, MESSAGE, contents, in_process, release, shard, write_folder
 
@@ -38,8 +40,12 @@ def on_hub(server, name="me/x", revision="main"):
     return files
 
 
+def write_config(folder, **fields):
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **fields}))
+
+
 def change(folder):
-    (folder / "config.json").write_text(json.dumps({**CONFIG, "norm_align_target": 2.0}))
+    write_config(folder, norm_align_target=2.0)
 
 
 def test_a_new_repository(server, folder):
@@ -49,7 +55,7 @@ def test_a_new_repository(server, folder):
     assert on_hub(server) == contents(folder)
     assert server.titles("me/x") == ["initial commit", MESSAGE]
     assert (pushed.commit, pushed.revision) == (repository.refs["refs/heads/main"], "main")
-    assert pushed.url == f"{server.address}/me/x"
+    assert pushed.url == f"{server.address}/me/x" and pushed.private
     assert sorted(pushed.uploaded) == sorted(contents(folder)) and not pushed.unchanged
     puts = server.requests("PUT /_lfs/")  # three files, or three parts of each
     assert len(puts) == (0 if server.xet else 9 if server.storage.part_size else 3)
@@ -78,9 +84,17 @@ def test_only_what_changed_goes(server, folder):
     assert len(server.requests("PUT /_lfs/")) == (0 if server.xet else 1)
 
 
-def test_public(lfs, folder):
-    release(lfs, folder, "org/x", public=True)
-    assert not lfs.repositories["model", "org/x"].private
+def test_who_sees_it_is_said_before_the_first_byte(lfs, folder):
+    for public, seen in ((True, "public"), (False, "private")):
+        name, said = f"org/{seen}", []
+        pushed = release(lfs, folder, name, public=public, said=said)
+        assert said[0] == f"Created {name} ({seen})"
+        change(folder)
+        again = release(lfs, folder, name, said=said)  # without --public
+        assert re.fullmatch(f"Uploading 1 of 7 files, [0-9]+ bytes, to the {seen} repository {name}", said[-1])
+        assert lfs.repositories["model", name].private == pushed.private == again.private == (not public)
+        assert f"{lfs.address}/{name} ({seen}): 1 files uploaded" in describe_pushed(again)
+        write_config(folder)
 
 
 def test_what_an_earlier_release_left_goes_in_the_same_commit(lfs, folder, tmp_path):
@@ -90,12 +104,42 @@ def test_what_an_earlier_release_left_goes_in_the_same_commit(lfs, folder, tmp_p
     files["preprocessor_config.json"] = files["adapter_config.json"] = files["config.json"]
     other = write_folder(tmp_path / "again", shards=2)
     (other / "norm_align" / "training.json").rename(other / "norm_align" / "evaluation.json")
-    pushed = release(lfs, other)
+    said = []
+    pushed = release(lfs, other, said=said)
     old = [shard(1, 3), shard(2, 3), shard(3, 3), "norm_align/training.json"]
     assert pushed.deleted == sorted([*old, "preprocessor_config.json", "adapter_config.json"])
     assert pushed.kept == ["docs/tokenizer.json", "model.gguf", "photo.png"]
     assert set(on_hub(lfs)) == {*contents(other), *pushed.kept}
+    for text in (said[-1], describe_pushed(pushed)):
+        assert ", ".join(pushed.deleted) in text and "this release no longer has" in text
     assert lfs.titles("me/x") == ["initial commit", MESSAGE, MESSAGE]
+
+
+LEFT = {  # what somebody may have put on the Hub, whether a release deletes it
+    "LICENSE": False,
+    "LICENSE-llama.txt": False,
+    "NOTICE": False,
+    "USE_POLICY.md": False,
+    "COPYING": False,
+    "norm_align/mynotes.txt": False,
+    "norm_align/photos/cat.png": False,
+    "norm_align/weights.safetensors": False,
+    "additional_chat_templates/notes.md": False,
+    "norm_align/norms.png": True,
+    "norm_align/diagnosis-base/diagnosis.json": True,
+    "additional_chat_templates/tool.jinja": True,
+    "recipe.yaml": True,
+}
+
+
+def test_what_is_deleted_and_what_is_not(lfs, folder):
+    release(lfs, folder)
+    files = lfs.repositories["model", "me/x"].files("main")
+    files |= {name: files["config.json"] for name in LEFT}
+    pushed = release(lfs, folder)
+    assert pushed.deleted == sorted(name for name, deleted in LEFT.items() if deleted)
+    assert pushed.kept == sorted(name for name, deleted in LEFT.items() if not deleted)
+    assert set(on_hub(lfs)) == {*contents(folder), *pushed.kept}
 
 
 def test_a_gitignore_there_leaves_nothing_out(lfs, folder):
@@ -125,6 +169,17 @@ def test_a_pull_request(server, folder):
     (folder / "generation_config.json").write_text("{}")
     release(server, folder, revision="refs/pr/1")  # more commits to it
     assert on_hub(server, revision="refs/pr/1") == contents(folder) and on_hub(server) == before
+
+
+def test_no_second_pull_request_when_the_list_of_them_fails_once(lfs, folder):
+    release(lfs, folder)
+    change(folder)
+    lfs.fault("GET .*/discussions", skip=1, status=503)  # before the upload they are listed, too
+    lfs.fault("POST .*/commit/", lost=True)
+    pushed = release(lfs, folder, create_pr=True)
+    lfs.fault("GET .*/discussions", status=503)
+    assert release(lfs, folder, create_pr=True).pull_request == pushed.pull_request
+    assert list(lfs.repositories["model", "me/x"].discussions) == [1]
 
 
 @pytest.mark.parametrize("xet", [False, True])

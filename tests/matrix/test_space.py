@@ -169,7 +169,8 @@ def test_files_of_the_machine_are_not_served(address, uploaded):
 def test_fifty_megabytes_are_not_taken(address, tmp_path):
     (tmp_path / "big.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(50_000_000))
     answered = space.upload(address, tmp_path / "big.png")
-    assert answered.status_code == 413 and "10000000 bytes" in answered.json()["detail"]
+    assert answered.status_code == 413
+    assert answered.text == "File size exceeded maximum allowed size of 10000000 bytes."
 
 
 def test_the_page_asks_no_other_host(address):
@@ -179,7 +180,7 @@ def test_the_page_asks_no_other_host(address):
     config = httpx.get(f"{address}/config").json()
     assert config["analytics_enabled"] is False and config["stylesheets"] == []
     theme = httpx.get(f"{address}/theme.css").text
-    assert "http" not in theme and "system-ui" in theme
+    assert "http" not in theme.replace("http://www.w3.org/2000/svg", "") and "system-ui" in theme
 
 
 def test_nothing_but_the_named_endpoints_is_public(address):
@@ -211,4 +212,6 @@ def test_what_cannot_start_says_so(root, tmp_path):
     with space.served(root) as (address, _):
         port = address.rpartition(":")[2]
         said, code = space.start_fails("--base", root / "base", GRADIO_SERVER_PORT=port)
-    assert code == 2 and "GRADIO_SERVER_PORT" in said
+    assert (
+        code == 2 and said == f"Error: Port {port} is in use by another program. Set GRADIO_SERVER_PORT to a free one."
+    )
