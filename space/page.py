@@ -116,7 +116,8 @@ def _ask(desk: Desk) -> tuple[gr.Image, gr.Textbox]:
         first = gr.on(triggers, begin, None, [*buttons, *boxes], **AT_ONCE)
         answered = first.then(answer, asked, boxes, **ONE, **named)
         answered.success(keep(again), [entries, picture, question, *boxes], [entries, history], **AT_ONCE)
-        answered.then(lambda: [gr.update(visible=True), gr.update(visible=False)], None, buttons, **AT_ONCE)
+        for event in (answered.then, answered.failure):  # the page fires failure alone after an error
+            event(lambda: [gr.update(visible=True), gr.update(visible=False)], None, buttons, **AT_ONCE)
     stop.click(end, None, None, **AT_ONCE)
     cleared = [picture, question, *boxes, entries, history]
     clear.click(lambda: [None, "", *[""] * len(boxes), [], ""], None, cleared, **AT_ONCE)
