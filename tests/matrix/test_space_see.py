@@ -1,4 +1,7 @@
-"""See: diagnosis's numbers and plots for one picture, and the words around them."""
+"""See: diagnosis's numbers and plots for one picture, and the words around them.
+
+Not among the fast tests, some of which fork: models that computed in threads would block the child.
+"""
 
 import re
 from types import SimpleNamespace

@@ -1,4 +1,7 @@
-"""Answers as they come, from two models at once."""
+"""Answers as they come, from two models at once.
+
+Not among the fast tests, some of which fork: models that computed in threads would block the child.
+"""
 
 import threading
 from contextlib import closing
