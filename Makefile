@@ -63,7 +63,7 @@ format: .venv/.ready
 	.venv/bin/ruff check --fix
 	.venv/bin/ruff format
 
-# Two trainings: half an hour on two cores. It goes on where it was stopped.
+# Two trainings: 45 minutes on two busy cores. It goes on where it was stopped.
 release-folder: .venv/.ready
 	$(PY) -m llava_norm_align.release.micro_folder out/release
 
