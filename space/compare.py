@@ -1,15 +1,13 @@
 """The result files of the norm-aligned model's folder: its evaluation as tables, its training as curves."""
 
-import base64
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 from llava_norm_align.common.errors import InputError
 from llava_norm_align.release import card_evaluation
 from llava_norm_align.release.card_results import Results, read_results
+from llava_norm_align.space.figures import svg
 from llava_norm_align.space.models import Shown
-from llava_norm_align.trl_recipes.curves import write_curves
+from llava_norm_align.trl_recipes.curves import draw_curves
 
 NO_ALIGNED = (
     "This page shows a stock model alone, so there is nothing to compare. Start it with a norm-aligned model as "
@@ -47,17 +45,10 @@ def evaluation(results: Results) -> str:
 
 
 def curves(results: Results) -> str:
-    """The training's curves as an image of HTML, or why there are none."""
-    history = (results.training or {}).get("history") or []
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "curves.png"
-        write_curves(history, file)
-        if not file.exists():
-            return f"<p>{NO_TRAINING}</p>"
-        picture = base64.b64encode(file.read_bytes()).decode()
+    """The training's curves as HTML, or why there are none."""
+    figure = draw_curves((results.training or {}).get("history") or [])
+    if figure is None:
+        return f"<p>{NO_TRAINING}</p>"
     steps = int(results.training["steps"])
-    return (
-        f'<figure class="plot curves"><img src="data:image/png;base64,{picture}" alt="Curves of the training: loss, '
-        f'norms, gradients"><figcaption>{steps} steps: loss; norms where tokens enter the language model; the norm '
-        "layer; gradients by part.</figcaption></figure>"
-    )
+    caption = f"{steps} steps: loss; norms where tokens enter the language model; the norm layer; gradients by part."
+    return f"<p class='quiet'>{caption}</p>{svg(figure, 'Curves of the training: loss, norms, gradients')}"

@@ -12,9 +12,13 @@ CSS = """
 #head h1 {font-size: 1.5rem; font-weight: 650; margin: .4rem 0 .3rem;}
 #head p, .words p, .words li {max-width: 76ch; line-height: 1.5;}
 #head p {margin: .3rem 0;}
-.words table {display: block; overflow-x: auto; border: 0 !important;}
+.words table {display: block; overflow-x: auto;}
+.words table, .words tr {border: 0 !important;}
 .words th, .words td {word-break: normal; overflow-wrap: normal; min-width: 5rem;}
 #evaluation th, #evaluation td {white-space: nowrap;}
+@media (max-width: 640px) {
+  #evaluation th, #evaluation td {white-space: normal; font-size: .82rem;}
+}
 #see-top {flex-wrap: wrap;}
 #see-top .words {flex: 1 1 280px;}
 .words li {margin: .2rem 0;}
@@ -24,9 +28,7 @@ CSS = """
 figure.plot {margin: 0; border: 1px solid var(--border-color-primary); border-radius: 8px; padding: .4rem;
   background: var(--plot-paper);}
 figure.plot svg {width: 100%; height: auto; display: block;}
-figure.curves {background: #ffffff; max-width: 760px;}
-figure.curves img {width: 100%; display: block;}
-figure.curves figcaption {color: #222222; font-size: .85rem; padding: .3rem;}
+#curves figure {max-width: 760px;}
 .plots {display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); gap: 1.2rem;}
 .plots h3 {font-size: 1rem; font-weight: 600; margin: .2rem 0;}
 .plots p {margin: 0 0 .4rem;}
@@ -34,9 +36,10 @@ figure.curves figcaption {color: #222222; font-size: .85rem; padding: .3rem;}
 #plot-attention {max-width: 720px;}
 .scroll table, .scroll tr {border: 0 !important;}
 .scroll table {border-collapse: collapse; width: 100%; font-size: .92rem;}
-.scroll th, .scroll td {border: 0 !important; border-bottom: 1px solid var(--border-color-primary) !important;
-  text-align: left; padding: .4rem .7rem .4rem 0; font-weight: 400; vertical-align: top; overflow-wrap: break-word;}
-.scroll thead th {font-weight: 600;}
+.scroll th, .scroll td, .words th, .words td {border: 0 !important;
+  border-bottom: 1px solid var(--border-color-primary) !important; text-align: left;
+  padding: .4rem .7rem .4rem 0; font-weight: 400; vertical-align: top; overflow-wrap: break-word;}
+.scroll thead th, .words thead th {font-weight: 600 !important;}
 table.numbers td {font-variant-numeric: tabular-nums;}
 table.history td {min-width: 4.5rem; max-width: 22rem;}
 table.history td:first-child {min-width: 52px;}

@@ -25,14 +25,22 @@ PANELS = (
 
 
 def write_curves(history: list[dict[str, Any]], path: Path) -> None:
-    """Draw each of PANELS that has numbers in the trainer's log `history`. InputError without matplotlib."""
+    """Write the picture of the trainer's log `history`, if it has numbers. InputError without matplotlib."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
         raise missing_extra("matplotlib", "plots", "The picture of the training") from None
+    figure = draw_curves(history)
+    if figure is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_png(figure, path)
+
+
+def draw_curves(history: list[dict[str, Any]]) -> Any:
+    """Each of PANELS that has numbers in the trainer's log `history`; None if none has."""
     panels = [(ylabel, log, drawn) for ylabel, log, lines in PANELS if (drawn := _with_numbers(history, lines, log))]
     if not panels:
-        return
+        return None
     figure = new_figure(2.6 * len(panels))
     for number, (ylabel, log, lines) in enumerate(panels, start=1):
         axes = figure.add_subplot(len(panels), 1, number)
@@ -48,8 +56,7 @@ def write_curves(history: list[dict[str, Any]], path: Path) -> None:
         axes.xaxis.set_major_locator(whole_numbers())
         axes.grid(axis="y", color="#dddddd", linewidth=0.8)
         axes.legend(fontsize=SMALL, labelcolor=INK, frameon=False, ncols=2)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_png(figure, path)
+    return figure
 
 
 def _with_numbers(history: list[dict[str, Any]], lines: Any, log: bool) -> list[tuple[Any, ...]]:

@@ -129,6 +129,7 @@ def test_results_are_shown_where_they_lie_in_the_folder(root, models):
     evaluation, curves = compare(models)
     assert "75.00 (25.00 to 95.00)" in evaluation and "not resolved" in evaluation
     assert "annika" not in evaluation + curves and "](" not in evaluation
-    assert 'src="data:image/png;base64,' in curves and "30 steps" in curves
+    assert "<svg" in curves and "var(--plot-ink)" in curves and "30 steps" in curves
+    assert "#ffffff" not in curves and "#222222" not in curves  # whose colours follow the page's
     (folder / "norm_align" / "evaluation.json").write_text("{")
     assert "cannot be read" in compare(models)[0] and str(root) not in compare(models)[0]
