@@ -25,6 +25,7 @@ help:
 	@echo 'make test-slow    the tests that take longer than that'
 	@echo 'make test-newest  fast tests and load matrix with the newest dependencies (.venv-newest); TORCH=torch: of torch, too'
 	@echo 'make test-lmms    lmms-eval itself on local tasks, in an environment of its own (.venv-lmms)'
+	@echo 'make browser      Chromium for the tests in a browser, where apt-get can put it in'
 	@echo 'make release-folder: micro-LLaVA, trained with its norm, ready to release; make lint, format, readme, clean'
 
 demo: .venv/.ready
