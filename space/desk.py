@@ -12,6 +12,7 @@ from PIL import Image
 from llava_norm_align.space import limits, see, words
 from llava_norm_align.space.answers import check_fits, stream_answers
 from llava_norm_align.space.compare import compare
+from llava_norm_align.space.guard import one_sentence
 from llava_norm_align.space.models import Shown
 from llava_norm_align.space.settings import Settings
 
@@ -31,11 +32,14 @@ class Desk:
         self._stream, self._measure = on_gpu(self._answers), on_gpu(self._diagnoses)
         self.compare = lru_cache(maxsize=1)(lambda: compare(self.models))
 
+    # Errors become sentences in here, as ZeroGPU runs both in a process of its own that lets no other error out.
     def _answers(self, *asked: Any) -> Iterator[list[str]]:
-        yield from stream_answers(self.models, *asked)
+        with one_sentence():
+            yield from stream_answers(self.models, *asked)
 
     def _diagnoses(self, path: str, question: str) -> list[dict[str, Any]]:
-        return see.measure(self.models, path, question)
+        with one_sentence():
+            return see.measure(self.models, path, question)
 
     def ask(
         self, path: str | None, question: str | None, max_new_tokens: float, temperature: float, visitor: str
