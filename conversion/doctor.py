@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from llava_norm_align.common.errors import InputError
+from llava_norm_align.common.errors import CheckFailed, InputError
 from llava_norm_align.common.folders import locked
 from llava_norm_align.common.loading import first_line
 from llava_norm_align.common.results import write_json
@@ -27,6 +27,7 @@ from llava_norm_align.conversion.processor_files import carry_chat_template
 from llava_norm_align.conversion.verify import quiet_transformers
 
 REPAIRABLE = ("code", "processor", "tokenizer")  # checks whose faults `repair` may mend
+COPIED = ("processor", "tokenizer")  # checks of files that came from the source, or the adapter and its base
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,18 @@ def examine_stepwise(
         if status == "failed":
             patient.failed.add(number)
         yield Check(number, name, status, detail)
+
+
+def check_new_model(folder: Path, what: str, libraries: str, tensors: int | None = None) -> list[Check]:
+    """The checks of COPIED that fail in a model just `what`, such as "converted"; CheckFailed if another does."""
+    failed = [check for check in examine(folder, load=False, tensors=tensors) if check.status == "failed"]
+    for check in failed:
+        if check.name not in COPIED:
+            raise CheckFailed(
+                f"The {what} model does not pass the doctor's check {check.number} ({check.name}): {check.detail} "
+                f"Nothing was kept. Please report this with the versions of {libraries}."
+            )
+    return failed
 
 
 def repair(folder: Path) -> list[str]:

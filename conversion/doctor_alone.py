@@ -5,12 +5,12 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from llava_norm_align.common.errors import InputError
+from llava_norm_align.common.fresh_process import ProcessFailed, run_script
 from llava_norm_align.conversion.doctor_checks import Failed, NotRun, Patient
 from llava_norm_align.conversion.doctor_processor import has_processor, has_tokenizer
 
@@ -70,27 +70,12 @@ def check_alone(patient: Patient, python: Path, load: bool) -> str:
 
 def run_alone(folder: Path, python: Path, prompt: str) -> dict[str, Any]:
     """The result of answer_alone.py in a fresh process, which ends with this one; else Failed with its last line."""
-    lifeline, held = os.pipe()
+    caches = ["HF_MODULES_CACHE"]
     try:
-        with tempfile.TemporaryDirectory() as scratch:
-            done = subprocess.run(
-                [python, SCRIPT, folder.resolve(), prompt, str(lifeline)],
-                cwd=scratch,
-                env={**_environment(python), "HF_MODULES_CACHE": scratch},
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                pass_fds=[lifeline],
-            )
-    finally:
-        os.close(lifeline)
-        os.close(held)
-    if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        hint = " (a signal; -9 is mostly a lack of memory)" if done.returncode < 0 else ""
-        raise Failed(f"{python} ended with code {done.returncode}{hint}: {last}")
-    return json.loads(done.stdout.splitlines()[-1])
+        return run_script(python, SCRIPT, folder.resolve(), prompt, env=_environment(python), caches=caches)
+    except ProcessFailed as error:
+        code, last = error.args
+        raise Failed(f"{python} ended with {code}: {last}") from None
 
 
 def _environment(python: Path) -> dict[str, str]:

@@ -70,7 +70,7 @@ def read_source(folder: Path) -> Source:
         )
     raw_config = load_config(folder)
     kind = _check_kind(folder, raw_config)
-    config = _parse_config(folder, raw_config)
+    config = parse_config(folder, raw_config, norm_align_type="none")
     _check_image_token(folder, config)
     _check_feature_layer(folder, config)
     weights = read_weights(folder)
@@ -120,12 +120,6 @@ def _check_kind(folder: Path, config: dict[str, Any]) -> str:
     if kind.endswith("_norm_align") and kind.removesuffix("_norm_align") in FAMILIES:
         raise InputError(f"{folder} is already converted (model_type {kind}). Name the stock LLaVA it came from.")
     if kind in FAMILIES:
-        for name in ("text_config", "vision_config"):
-            if not isinstance(config.get(name), dict):
-                raise InputError(
-                    f"{name} in {folder / 'config.json'} is {json.dumps(config.get(name))[:80]}, but an object was "
-                    "expected: the configuration of that part. Download the model again."
-                )
         return kind
     names = config.get("architectures")
     classes = ", ".join(map(str, names)) if names and isinstance(names, list) else "no architectures named"
@@ -145,10 +139,18 @@ def _check_kind(folder: Path, config: dict[str, Any]) -> str:
     )
 
 
-def _parse_config(folder: Path, raw_config: dict[str, Any]) -> PretrainedConfig:
+def parse_config(folder: Path, raw_config: dict[str, Any], **fields: Any) -> PretrainedConfig:
+    """config.json of a LLaVA as a config object, with `fields` beside its own. InputError if it cannot be one."""
+    for name in ("text_config", "vision_config"):
+        if not isinstance(raw_config.get(name), dict):
+            raise InputError(
+                f"{name} in {folder / 'config.json'} is {json.dumps(raw_config.get(name))[:80]}, but an object was "
+                "expected: the configuration of that part. Download the model again."
+            )
     content = {key: value for key, value in raw_config.items() if key not in ("model_type", "auto_map")}
+    family = FAMILIES[raw_config["model_type"].removesuffix("_norm_align")]
     try:
-        return FAMILIES[raw_config["model_type"]].config_class.from_dict({**content, "norm_align_type": "none"})
+        return family.config_class.from_dict({**content, **fields})
     except Exception as error:  # config classes raise whatever their fields lead to; in 5 also validation errors
         raise InputError(
             f"transformers {transformers.__version__} cannot read {folder / 'config.json'} as a "

@@ -1,6 +1,5 @@
 """The language model of a LLaVA as a plain folder, its weights copied byte for byte: for tools that know text only."""
 
-import json
 import re
 import time
 from collections.abc import Iterator
@@ -28,7 +27,7 @@ from llava_norm_align.common.weights import (
 from llava_norm_align.configuration.configuration_llava_norm_align import with_rope_theta
 from llava_norm_align.conversion.config_file import DTYPE_NAMES
 from llava_norm_align.conversion.processor_files import write_generation_config
-from llava_norm_align.conversion.source import HEAD_NAME, QUANTISED_DTYPE, TABLE_NAME, check_head
+from llava_norm_align.conversion.source import HEAD_NAME, QUANTISED_DTYPE, TABLE_NAME, check_head, parse_config
 from llava_norm_align.conversion.verify import quiet_transformers
 from llava_norm_align.evaluation.extract_tokenizer import check_tokenizer_files, settle_tokenizer, write_tokenizer
 from llava_norm_align.modeling.families import FAMILIES
@@ -131,21 +130,7 @@ def read_llava_config(folder: Path) -> tuple[dict[str, Any], PretrainedConfig]:
             f"{folder} {found}: its config.json says model_type {kind}, but one of {', '.join(FAMILIES)} was "
             "expected, stock or norm-aligned. Name such a model."
         )
-    for name in ("text_config", "vision_config"):
-        if not isinstance(raw.get(name), dict):
-            raise InputError(
-                f"{name} in {folder / 'config.json'} is {json.dumps(raw.get(name))[:80]}, but an object was "
-                "expected: the configuration of that part. Download the model again."
-            )
-    content = {key: value for key, value in raw.items() if key not in ("model_type", "auto_map")}
-    try:
-        return raw, FAMILIES[kind.removesuffix(SUFFIX)].config_class.from_dict(content)
-    except Exception as error:  # config classes raise whatever their fields lead to; in 5 also validation errors
-        raise InputError(
-            f"transformers {transformers.__version__} cannot read {folder / 'config.json'} as a {kind} "
-            f"({type(error).__name__}: {first_line(error)}). Check text_config and vision_config, or install a newer "
-            "transformers."
-        ) from error
+    return raw, parse_config(folder, raw)
 
 
 def _check_not_quantised(source: Path, raw: dict[str, Any], weights: StoredWeights) -> None:

@@ -1,9 +1,6 @@
 """What a release left on the Hub, checked from there: every file's hash, and that others can load it."""
 
-import json
 import os
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,13 +8,14 @@ from typing import Any
 from huggingface_hub import HfApi
 
 from llava_norm_align.common.errors import CheckFailed
+from llava_norm_align.common.fresh_process import ProcessFailed, run_script
 from llava_norm_align.release.contents import Item
 from llava_norm_align.release.upload import Pushed
 from llava_norm_align.release.upload_errors import Remote, clean, hub_errors
 from llava_norm_align.release.upload_tree import list_files, local_hash, remote_hash
 
 SCRIPT = Path(__file__).with_name("verify_alone.py")
-CACHES = ("HF_HUB_CACHE", "HF_MODULES_CACHE", "HF_XET_CACHE", "HF_ASSETS_CACHE")
+CACHES = ["HF_HUB_CACHE", "HF_MODULES_CACHE", "HF_XET_CACHE", "HF_ASSETS_CACHE"]
 # other names of a cache, and what would keep the fresh process from the Hub
 NOT_PASSED_ON = ("TRANSFORMERS_CACHE", "PYTORCH_TRANSFORMERS_CACHE", "PYTORCH_PRETRAINED_BERT_CACHE") + (
     "HUGGINGFACE_HUB_CACHE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE",
@@ -62,38 +60,22 @@ def check_loading(api: HfApi, repo_id: str, commit: str, *, python: Path, weight
     has python, transformers, config, processor (None where there is none), classes, note, and answer with `weights`.
     CheckFailed if it does not load.
     """
-    with tempfile.TemporaryDirectory() as scratch:
-        lifeline, held = os.pipe()
-        try:
-            done = subprocess.run(
-                [python, SCRIPT, repo_id, commit, "weights" if weights else "files", str(lifeline)],
-                cwd=scratch,
-                env=_environment(api, Path(scratch)),
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                pass_fds=[lifeline],
-            )
-        finally:
-            os.close(lifeline)
-            os.close(held)
-    if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        hint = " (a signal; -9 is mostly a lack of memory)" if done.returncode < 0 else ""
+    what = "weights" if weights else "files"
+    try:
+        return run_script(python, SCRIPT, repo_id, commit, what, env=_environment(api), caches=CACHES)
+    except ProcessFailed as error:
+        code, last = error.args
         raise CheckFailed(
-            f"{repo_id} at {commit[:12]} is on the Hub, but does not load in {python} (code {done.returncode}{hint}): "
-            f"{clean(last, api)}. Ask doctor about the folder, and release it again."
-        )
-    return json.loads(done.stdout.splitlines()[-1])
+            f"{repo_id} at {commit[:12]} is on the Hub, but does not load in {python} ({code}): {clean(last, api)}. "
+            "Ask doctor about the folder, and release it again."
+        ) from None
 
 
-def _environment(api: HfApi, scratch: Path) -> dict[str, str]:
-    """This process's, with caches of its own; the token stays where it is stored."""
+def _environment(api: HfApi) -> dict[str, str]:
+    """This process's, without other names of its caches; the token stays where it is stored."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     for name in NOT_PASSED_ON:
         kept.pop(name, None)
-    kept |= {name: str(scratch / name.lower()) for name in CACHES}
     if isinstance(api.token, str):
         kept["HF_TOKEN"] = api.token
     return kept | {"HF_ENDPOINT": api.endpoint, "HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -16,7 +16,7 @@ from torch import nn
 from tqdm import tqdm
 from transformers import PretrainedConfig, PreTrainedModel
 
-from llava_norm_align.common.errors import CheckFailed, InputError, missing_extra
+from llava_norm_align.common.errors import InputError, missing_extra
 from llava_norm_align.common.folders import check_target, new_folder
 from llava_norm_align.common.loading import first_line, load_config, resolve_model
 from llava_norm_align.common.results import FOLDER, provenance, write_json
@@ -30,7 +30,7 @@ from llava_norm_align.common.weights import (
     write_header,
     write_index,
 )
-from llava_norm_align.conversion.doctor import examine
+from llava_norm_align.conversion.doctor import check_new_model
 from llava_norm_align.conversion.files import copy_small_files, small_files
 from llava_norm_align.conversion.processor_fields import IMAGE_PROCESSOR_FILE, JSON_FILES, PROCESSOR_FILE
 from llava_norm_align.conversion.source import read_source
@@ -40,7 +40,6 @@ from llava_norm_align.modeling.modeling_llava_norm_align import save_code
 from llava_norm_align.trl_recipes.checkpoints import ADAPTER_FILE, DTYPES, START_FILE, complete_folder, fingerprint
 
 ADAPTER_CONFIG = "adapter_config.json"
-FROM_PARTS = ("processor", "tokenizer")  # the doctor's checks of files that are the adapter's or the base's
 # what a processor saves, beside generation_config.json, which is the model's
 PROCESSOR_FILES = {*JSON_FILES, "video_preprocessor_config.json", "chat_template.jinja"}
 PROCESSOR_FILES |= {"added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"}
@@ -355,11 +354,5 @@ def _check_result(folder: Path, model_class: type[PreTrainedModel], stock: Pretr
     if stock is not None:
         check_keys(folder, model_class, stock)
         return []
-    failed = [check for check in examine(folder, load=False) if check.status == "failed"]
-    for check in failed:
-        if check.name not in FROM_PARTS:
-            raise CheckFailed(
-                f"The merged model does not pass the doctor's check {check.number} ({check.name}): {check.detail} "
-                "Nothing was kept. Please report this with the versions of transformers, torch and peft."
-            )
+    failed = check_new_model(folder, "merged", "transformers, torch and peft")
     return [f"the {check.name}: {check.detail}" for check in failed]

@@ -1,7 +1,6 @@
 """The command line as a user calls it: exit codes, one message an error, JSON alone on stdout."""
 
 import json
-import sys
 
 import pytest
 import torch
@@ -26,20 +25,6 @@ def image(tmp_path_factory):
     path = tmp_path_factory.mktemp("image") / "photo.png"
     tiny.photo().save(path)
     return path
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    """Call the program with arguments: its exit code, standard output and standard error."""
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["llava-norm-align", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        out, err = capsys.readouterr()
-        return ended.value.code or 0, out, err
-
-    return call
 
 
 def greedy(folder, image, question):
@@ -163,12 +148,9 @@ def test_an_empty_question_is_refused(run, stock, image):
     assert code == 2 and "question is empty" in err
 
 
-def test_debug_shows_the_traceback(run, stock, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        sys, "argv", ["llava-norm-align", "ask", str(stock), str(tmp_path / "no.png"), "what", "--debug"]
-    )
+def test_debug_shows_the_traceback(run, stock, tmp_path):
     with pytest.raises(InputError):
-        cli.main()
+        run("ask", stock, tmp_path / "no.png", "what", "--debug")
 
 
 def test_the_verbs():

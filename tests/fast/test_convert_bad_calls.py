@@ -1,13 +1,11 @@
 """Calls that cannot be: exit code 2, one line that says what, where and what to do, and nothing written."""
 
 import shutil
-import sys
 
 import pytest
 from huggingface_hub.errors import RevisionNotFoundError
 from PIL import Image
 
-from llava_norm_align import cli
 from llava_norm_align.common import loading
 from llava_norm_align.conversion.convert import convert
 from tests.helpers.convert import tiny_llava, write_json
@@ -79,10 +77,9 @@ def built(tmp_path_factory):
 
 
 @pytest.fixture
-def refused(built, tmp_path, monkeypatch, capsys):
-    lay_traps(tmp_path)
-    monkeypatch.chdir(tmp_path / "work")
-    return lambda line, message: check_refused(line, message, tmp_path, built / "parts", monkeypatch, capsys)
+def refused(built, tmp_path, monkeypatch, run):
+    lay_traps(tmp_path, monkeypatch)
+    return lambda line, message: check_refused(line, message, tmp_path, built / "parts", run)
 
 
 @pytest.mark.parametrize("options", ARGUMENTS)
@@ -118,13 +115,10 @@ def test_a_revision_that_does_not_exist(refused, monkeypatch):
         ("konvert a b", "No such command 'konvert'"),
     ],
 )
-def test_a_command_line_that_cannot_be_read(monkeypatch, capsys, line, says):
+def test_a_command_line_that_cannot_be_read(run, line, says):
     """One error after the usage, which is the remedy."""
-    monkeypatch.setattr(sys, "argv", ["llava-norm-align", *line.split()])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    err = capsys.readouterr().err
-    assert ended.value.code == 2 and "Traceback" not in err
+    code, _, err = run(*line.split())
+    assert code == 2 and "Traceback" not in err
     assert says in err and err.startswith("Usage: ") and "--help" in err and err.count("Error: ") == 1
 
 

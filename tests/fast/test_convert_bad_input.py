@@ -261,16 +261,11 @@ def built(tmp_path_factory):
     return build(tmp_path_factory.mktemp("built"))
 
 
-@pytest.fixture
-def refused(built, tmp_path, monkeypatch, capsys):
-    lay_traps(tmp_path)
-    monkeypatch.chdir(tmp_path / "work")
-    return lambda line, message: check_refused(line, message, tmp_path, built / "parts", monkeypatch, capsys)
-
-
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
-def test_a_source_that_is_no_sound_llava(built, tmp_path, refused, case):
+def test_a_source_that_is_no_sound_llava(built, tmp_path, monkeypatch, run, case):
+    lay_traps(tmp_path, monkeypatch)
     source = shutil.copytree(built / case[0], tmp_path / "source")
     damage, message, *options = CASES[case]
     damage(source)
-    refused(" ".join(["convert", "{source}", "{root}/target", "--no-report", *options]), message)
+    line = " ".join(["convert", "{source}", "{root}/target", "--no-report", *options])
+    check_refused(line, message, tmp_path, built / "parts", run)

@@ -3,14 +3,12 @@
 import json
 import math
 import shutil
-import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, LlavaForConditionalGeneration
 
-from llava_norm_align import cli
 from llava_norm_align.common.errors import InputError
 from llava_norm_align.common.images import open_image
 from llava_norm_align.conversion import convert as conversion
@@ -266,7 +264,7 @@ def test_another_type_and_the_original_layout_are_refused(tmp_path):
         convert(str(parts.folder), tmp_path / "other", projector=file, vision=str(parts.vision))
 
 
-def test_the_options_of_the_program(tmp_path, monkeypatch, capsys):
+def test_the_options_of_the_program(tmp_path, run):
     source, vision, text = tiny_llava(tmp_path / "source"), tmp_path / "vision", write_text(tmp_path / "text")
     write_vision(vision)
     file, narrow = tmp_path / "projector.safetensors", tmp_path / "mm_projector.bin"
@@ -276,16 +274,10 @@ def test_the_options_of_the_program(tmp_path, monkeypatch, capsys):
         ["convert", source, tmp_path / "converted", "--no-report", "--projector", file],
         ["assemble", tmp_path / "assembled", "--vision", vision, "--text", text, "--projector", narrow],
     ):
-        monkeypatch.setattr(sys, "argv", ["llava-norm-align", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        assert not ended.value.code, capsys.readouterr().err
+        code, _, err = run(*arguments)
+        assert code == 0, err
     check_result(source, tmp_path / "converted", tensors, True)
     assembled = load_file(tmp_path / "assembled/model.safetensors")
     assert all(torch.equal(assembled[f"multi_modal_projector.{name}"], tensor) for name, tensor in own.items())
-    with pytest.raises(SystemExit) as ended:
-        nothing = str(tmp_path / "nothing.bin")
-        command = ["llava-norm-align", "convert", str(source), str(tmp_path / "none"), "--projector", nothing]
-        monkeypatch.setattr(sys, "argv", command)
-        cli.main()
-    assert ended.value.code == 2 and nothing in capsys.readouterr().err
+    code, _, err = run("convert", source, tmp_path / "none", "--projector", tmp_path / "nothing.bin")
+    assert code == 2 and str(tmp_path / "nothing.bin") in err

@@ -12,7 +12,6 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, BitsAndBytesConfig, LlavaForConditionalGeneration
 
-from llava_norm_align import cli
 from llava_norm_align.common.images import open_image
 from llava_norm_align.common.loading import load_model
 from llava_norm_align.diagnosis.diagnose import diagnose_model
@@ -47,28 +46,14 @@ def reference(stock, photos):
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
-    """Call the program with arguments, which must succeed: its standard output and error."""
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["llava-norm-align", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        out, err = capsys.readouterr()
-        assert not ended.value.code, err
-        return out, err
-
-    return call
-
-
-@pytest.fixture
 def diagnose(run, photos, tmp_path):
     """Diagnose a model on `images` photos: the result file's content."""
 
     def call(folder, *arguments, images=2, out=None):
         out = out or tmp_path / "out"
         options = ["--images", photos, "--limit", images, "--prompt", QUESTION, "--out", out]
-        run("diagnose", folder, *options, *arguments)
+        code, _, err = run("diagnose", folder, *options, *arguments)
+        assert code == 0, err
         return read(out)
 
     return call
@@ -120,8 +105,9 @@ def assert_keys(found, expected, place=""):
 
 def test_a_whole_run(run, stock, photos):
     before = names(stock)
-    out, err = run("diagnose", stock, "--images", photos, "--prompt", QUESTION, "--probe")
-    assert err == "" and "Ratio of mean norms at layer 0, visual / text" in out and "Probe: visual tokens" in out
+    code, out, err = run("diagnose", stock, "--images", photos, "--prompt", QUESTION, "--probe")
+    assert (code, err) == (0, "")
+    assert "Ratio of mean norms at layer 0, visual / text" in out and "Probe: visual tokens" in out
     assert names(stock) == before | {"norm_align"}
     folder = stock / "norm_align"
     assert names(folder) == {"diagnosis.json", "diagnosis.md", *PLOTS}
@@ -175,9 +161,9 @@ def test_the_norms_are_those_of_the_hidden_states(diagnose, stock, photos):
 
 def test_json_alone_on_standard_output(run, stock, photos, tmp_path):
     options = ["--images", photos / "0.png", "--images", photos / "1.png", "--prompt", QUESTION]
-    out, _ = run("diagnose", stock, *options, "--json", "--out", tmp_path / "new" / "out", "--no-attention")
+    code, out, _ = run("diagnose", stock, *options, "--json", "--out", tmp_path / "new" / "out", "--no-attention")
     result = json.loads(out)
-    assert result == read(tmp_path / "new" / "out")
+    assert code == 0 and result == read(tmp_path / "new" / "out")
     assert result["attention"] is None and result["probe"] is None
     assert result["images"]["names"] == ["0.png", "1.png"]
     assert names(tmp_path / "new" / "out") == {"diagnosis.json", "diagnosis.md", *PLOTS - {"attention_map.png"}}
@@ -196,8 +182,8 @@ def test_a_second_run_replaces_the_files_with_the_same_numbers(diagnose, stock, 
 def test_compare(run, diagnose, stock, photos, tmp_path):
     diagnose(stock, out=tmp_path / "first")
     options = ["--images", photos, "--limit", 3, "--prompt", "what is a cat", "--out", tmp_path / "second"]
-    out, _ = run("diagnose", stock, *options, "--compare", tmp_path / "first")
-    assert "this: " in out and "other: " in out and "The images differ" in out
+    code, out, _ = run("diagnose", stock, *options, "--compare", tmp_path / "first")
+    assert code == 0 and "this: " in out and "other: " in out and "The images differ" in out
     assert names(tmp_path / "second") == names(tmp_path / "first")
     assert (tmp_path / "second" / "norms_by_layer.png").read_bytes() != (
         tmp_path / "first" / "norms_by_layer.png"
@@ -214,7 +200,7 @@ def test_without_matplotlib_a_sentence_and_no_broken_link(diagnose, stock, tmp_p
 
 
 def test_the_sample_photos_and_the_prompt_of_its_own(run, stock, tmp_path):
-    run("diagnose", stock, "--limit", 2, "--out", tmp_path, "--no-attention")
+    assert run("diagnose", stock, "--limit", 2, "--out", tmp_path, "--no-attention")[0] == 0
     result = read(tmp_path)
     assert result["images"]["source"] == "scikit-image's photos" and len(result["images"]["names"]) == 2
     # the tiny tokenizer knows none of its words, so they cannot be told from the template's
@@ -233,7 +219,7 @@ def test_the_checkpoints_dtype_and_another(reference, diagnose, photos, tmp_path
 
 
 def test_our_own_converted_model(run, diagnose, stock, tmp_path):
-    run("convert", stock, tmp_path / "aligned", "--no-report")
+    assert run("convert", stock, tmp_path / "aligned", "--no-report")[0] == 0
     result = diagnose(tmp_path / "aligned")
     assert result["model"]["class"] == "LlavaNormAlignForConditionalGeneration"
     tensors = load_file(stock / "model.safetensors")

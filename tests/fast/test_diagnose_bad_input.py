@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 
@@ -14,7 +13,6 @@ import transformers
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from llava_norm_align import cli
 from llava_norm_align.common.errors import InputError
 from llava_norm_align.diagnosis.diagnose import diagnose, diagnose_model
 from tests.fast.test_images import bomb, cut
@@ -158,12 +156,12 @@ if vlms.TRANSFORMERS_5:  # 4.57 has no Florence 2
 
 
 @pytest.mark.parametrize(("source", "change", "options", "message"), MODELS.values(), ids=MODELS.keys())
-def test_a_model_that_cannot_be_diagnosed(sources, tmp_path, monkeypatch, capsys, source, change, options, message):
+def test_a_model_that_cannot_be_diagnosed(sources, tmp_path, run, capsys, source, change, options, message):
     shutil.copytree(sources / source, tmp_path / "source")
     change(tmp_path / "source")
     capsys.readouterr()
     line = f"diagnose {{source}} --images {{parts}}/photos --prompt picture {options}"
-    refusals.check_refused(line, message, tmp_path, sources, monkeypatch, capsys)
+    refusals.check_refused(line, message, tmp_path, sources, run)
 
 
 OPTIONS = {
@@ -207,28 +205,25 @@ def traps(sources, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("options", "message"), OPTIONS.items(), ids=OPTIONS.keys())
-def test_bad_options(sources, traps, monkeypatch, capsys, options, message):
+def test_bad_options(sources, traps, run, options, message):
     if "--images" not in options:
         options += " --images {parts}/photos"
-    refusals.check_refused(f"diagnose {{source}} {options}", message, traps, sources, monkeypatch, capsys)
+    refusals.check_refused(f"diagnose {{source}} {options}", message, traps, sources, run)
 
 
 @pytest.mark.parametrize(
     ("model", "message"),
     [("{root}/none", "no folder"), ("{root}/empty", "is empty"), ("{root}/text.png", "is a file"), ("a/b", "the Hub")],
 )
-def test_what_is_no_model(sources, traps, monkeypatch, capsys, model, message):
+def test_what_is_no_model(sources, traps, run, model, message):
     line = f"diagnose {model} --images {{parts}}/photos"
-    refusals.check_refused(line, message, traps, sources, monkeypatch, capsys)
+    refusals.check_refused(line, message, traps, sources, run)
 
 
-def test_limit_0(sources, traps, monkeypatch, capsys):
+def test_limit_0(traps, run):
     before = refusals.state(traps)
-    monkeypatch.setattr(sys, "argv", ["llava-norm-align", "diagnose", "source", "--limit", "0"])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    err = capsys.readouterr().err
-    assert ended.value.code == 2 and "--limit" in err and "Traceback" not in err
+    code, _, err = run("diagnose", "source", "--limit", 0)
+    assert code == 2 and "--limit" in err and "Traceback" not in err
     assert refusals.state(traps) == before
     with pytest.raises(InputError, match="--limit is 0"):
         diagnose("source", limit=0)
@@ -260,14 +255,14 @@ CUDA = 'raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00
     [(ALLOCATE, "allocate memory"), (CUDA, "CUDA out of memory"), ("raise MemoryError", "MemoryError")],
 )
 @pytest.mark.parametrize("where", ["forward", "__init__"])
-def test_out_of_memory(tmp_path, sources, monkeypatch, capsys, fault, said, where):
+def test_out_of_memory(tmp_path, sources, run, fault, said, where):
     before = {"forward": "        seen = self.eyes", "__init__": "        self.post_init()"}[where]
     folder = shutil.copytree(sources / "expands", tmp_path / "source")
     code = folder / "modeling_remote_vlm.py"
     code.write_text(code.read_text().replace(before, f"        {fault}\n{before}"))
     line = "diagnose {source} --images {parts}/photos --prompt picture --trust-remote-code"
     message = f"memory did not suffice .*{said}.*--no-attention.*bfloat16.*--load-in-4bit.*smaller images"
-    refusals.check_refused(line, message, tmp_path, sources, monkeypatch, capsys)
+    refusals.check_refused(line, message, tmp_path, sources, run)
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from llava_norm_align import cli
 from llava_norm_align.common.errors import InputError
 from llava_norm_align.common.folders import locked
 from llava_norm_align.conversion import answer_alone, doctor_alone
@@ -357,34 +356,23 @@ def test_what_is_no_python_with_transformers_is_refused(model, tmp_path, make, s
         examine(model, load=False, pythons=[make(tmp_path)])
 
 
-@pytest.fixture
-def run(monkeypatch, capsys):
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["llava-norm-align", "doctor", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        return ended.value.code or 0, *capsys.readouterr()
-
-    return call
-
-
 def test_the_command_line(run, folder):
-    code, out, _ = run(folder, "--no-load")
+    code, out, _ = run("doctor", folder, "--no-load")
     assert code == 0 and out.splitlines()[0].startswith("[1] files whole: ok (")
     assert out.splitlines()[-1] == "No check failed"
     helper.edit_code(folder)
-    code, out, _ = run(folder, "--no-load", "--json")
+    code, out, _ = run("doctor", folder, "--no-load", "--json")
     content = json.loads(out)  # and nothing else
     assert code == 1 and content["ok"] is False and content["folder"] == str(folder) and content["repaired"] == []
     assert [check["number"] for check in content["checks"] if check["status"] == "failed"] == [5]
     assert set(content["checks"][0]) == {"number", "name", "status", "detail"}
-    code, out, _ = run(folder, "--no-load", "--json", "--repair")
+    code, out, _ = run("doctor", folder, "--no-load", "--json", "--repair")
     assert code == 0 and json.loads(out)["ok"] is True and len(json.loads(out)["repaired"]) == 1
 
 
 def test_bad_input_on_the_command_line(run, folder, tmp_path):
     for arguments in ([tmp_path / "nowhere"], [folder, "--no-load", "--python", tmp_path]):
-        code, out, err = run(*arguments, "--json")
+        code, out, err = run("doctor", *arguments, "--json")
         assert code == 2 and out == "" and err.startswith("Error: ") and "Traceback" not in err
 
 

@@ -1,14 +1,12 @@
 """evaluate and extract-lm as a user calls them: options, groups of benchmarks, JSON alone on stdout, exit codes."""
 
 import json
-import sys
 
 import pytest
 import torch
 
 pytest.importorskip("statsmodels")
 
-from llava_norm_align import cli
 from tests.helpers.answers import build, talkative
 from tests.helpers.refusals import check_refused
 
@@ -17,20 +15,6 @@ from tests.helpers.refusals import check_refused
 def root(tmp_path_factory):
     """Models a, b and c, and set.json: 20 rows about 10 images."""
     return build(tmp_path_factory.mktemp("evaluate"))
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    """Call the program with arguments: its exit code, standard output and standard error."""
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["llava-norm-align", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        out, err = capsys.readouterr()
-        return ended.value.code or 0, out, err
-
-    return call
 
 
 def test_a_model_and_its_baseline(run, root, tmp_path):
@@ -94,7 +78,7 @@ def test_extract_lm(run, root, tmp_path):
         ("evaluate {source} --baseline {root}/nowhere --tasks paper", "no folder .*nowhere"),
     ],
 )
-def test_what_does_not_go_together_is_refused(line, message, root, tmp_path, monkeypatch, capsys):
+def test_what_does_not_go_together_is_refused(line, message, root, tmp_path, run):
     (tmp_path / "source").symlink_to(root / "a")
     (tmp_path / "set.json").write_text("[]")
-    check_refused(line, message, tmp_path, tmp_path, monkeypatch, capsys)
+    check_refused(line, message, tmp_path, tmp_path, run)

@@ -10,7 +10,6 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, AutoProcessor, LlavaForConditionalGeneration
 
-from llava_norm_align import cli
 from llava_norm_align.common.errors import InputError
 from llava_norm_align.conversion.convert import convert
 from llava_norm_align.conversion.doctor import examine
@@ -332,15 +331,11 @@ def test_without_peft_one_sentence_says_what_to_install(built, tmp_path, monkeyp
         merge(built[1], tmp_path / "merged")
 
 
-def test_the_verb(built, tmp_path, monkeypatch, capsys):
+def test_the_verb(built, tmp_path, run):
     base, adapter, _, _ = built
-    for arguments in (["--json"], ["--overwrite", "--base", str(base)]):
-        command = ["llava-norm-align", "merge", str(adapter), str(tmp_path / "merged"), *arguments]
-        monkeypatch.setattr(sys, "argv", command)
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        out, _ = capsys.readouterr()
-        assert not ended.value.code
+    for arguments in (["--json"], ["--overwrite", "--base", base]):
+        code, out, err = run("merge", adapter, tmp_path / "merged", *arguments)
+        assert code == 0, err
         if "--json" in arguments:
             assert json.loads(out)["changed"] == 20
     assert out.startswith(f"Merged: {adapter} into {base}\nTensors: 20 from the adapter, in F32; ")

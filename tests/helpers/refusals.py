@@ -3,11 +3,7 @@
 import os
 import re
 import shutil
-import sys
 
-import pytest
-
-from llava_norm_align import cli
 from tests.helpers import original
 from tests.helpers.convert import tiny_llava
 from tests.helpers.parts import write_vision
@@ -31,25 +27,23 @@ def build(root):
     return root
 
 
-def lay_traps(folder):
-    """Things that are no model, beside the source that a test puts at folder/source."""
+def lay_traps(folder, monkeypatch):
+    """Things that are no model, beside the source that a test puts at folder/source; folder/work is worked in."""
     for name in ("empty", "filled", "work"):
         (folder / name).mkdir()
     (folder / "filled" / "mine.txt").write_text("x")
     (folder / "link").symlink_to(folder / "source")
     (folder / "text.png").write_text("not an image")
+    monkeypatch.chdir(folder / "work")
 
 
-def check_refused(line, message, folder, parts, monkeypatch, capsys):
-    """Call the program with the words of `line`, whose {names} stand for paths, and check how it refuses them."""
+def check_refused(line, message, folder, parts, run):
+    """`run` the program with the words of `line`, whose {names} stand for paths, and check how it refuses them."""
     places = {"root": folder, "source": folder / "source", "parts": parts, "long": "x" * 241}
     arguments = [word.format(**places) for word in line.split()]
     before = state(folder)
-    monkeypatch.setattr(sys, "argv", ["llava-norm-align", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    out, err = capsys.readouterr()
-    assert (ended.value.code, out) == (2, ""), err
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, ""), err
     assert err.startswith("Error: ") and err.count("\n") == 1, err
     assert re.search(message, err), err
     named = [word for word in arguments[1:] if not word.startswith("-") and word in err]
