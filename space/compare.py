@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from llava_norm_align.common.errors import InputError
+from llava_norm_align.diagnosis.formats import escape
 from llava_norm_align.release import card_evaluation
 from llava_norm_align.release.card_results import Results, read_results
 from llava_norm_align.space.figures import svg
@@ -21,6 +22,7 @@ NO_TRAINING = (
     "The model's folder holds no record of a training. A norm that was put into a trained model and not trained "
     "afterwards changes its answers, and mostly for the worse."
 )
+UNREADABLE = "The result files in the model's folder cannot be read. `llava-norm-align doctor` looks at them."
 LINKS = ("How it was measured: [", "The numbers: [")  # of a card, to files beside it
 
 
@@ -31,9 +33,10 @@ def compare(models: Sequence[Shown]) -> tuple[str, str]:
         return NO_ALIGNED, ""
     try:
         results = read_results(aligned.folder)
-        return evaluation(results), curves(results)
-    except InputError:  # a file that another hand wrote; its message names paths
-        return "The result files in the model's folder cannot be read. `llava-norm-align doctor` looks at them.", ""
+        named = f"*This model* is {escape(aligned.name)}.\n\n" if results.evaluation else ""
+        return named + evaluation(results), curves(results)
+    except (InputError, LookupError, TypeError, ValueError, AttributeError):  # a file that another hand wrote
+        return UNREADABLE, ""
 
 
 def evaluation(results: Results) -> str:

@@ -4,6 +4,7 @@ import base64
 import io
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -21,14 +22,23 @@ THUMBNAIL = 88  # pixels
 GPU_SECONDS = 60  # that ZeroGPU lends for one request
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What a visitor asked, as it was when they pressed the button."""
+
+    picture: str  # path
+    small: str  # the picture's thumbnail as a data: address
+    question: str
+    max_new_tokens: int
+    temperature: float
+
+
 class Desk:
     """Serves visitors with the models that they all share; who calls it lets one request run at a time."""
 
     def __init__(self, models: Sequence[Shown], settings: Settings):
         self.models = list(models)
         self.settings = settings
-        self._asking: str | None = None  # the visitor whose question is answered now
-        self._unwanted: set[str] = set()  # visitors who pressed Stop
         self._stream, self._measure = on_gpu(self._answers), on_gpu(self._diagnoses)
         self.compare = lru_cache(maxsize=1)(lambda: compare(self.models))
 
@@ -41,47 +51,25 @@ class Desk:
         with one_sentence():
             return see.measure(self.models, path, question)
 
-    def ask(
-        self, path: str | None, question: str | None, max_new_tokens: float, temperature: float, visitor: str
-    ) -> Iterator[list[str]]:
-        """Yield the answers so far, [models]. Refused if something is beyond the limits."""
+    def accept(self, path: str | None, question: str | None, max_new_tokens: float, temperature: float) -> Asked:
+        """What is to be answered. Refused if something is missing or beyond the limits."""
+        small = thumbnail(limits.open_picture(path))
         question = limits.check_question(question)
         sampling = limits.check_sampling(max_new_tokens, temperature, self.settings.max_new_tokens)
-        image = limits.open_picture(path)
+        return Asked(path, small, question, *sampling)
+
+    def ask(self, asked: Asked) -> Iterator[list[str]]:
+        """Yield the answers so far, [models], until they end or the iterator is closed. Refused as in `accept`."""
+        image = limits.open_picture(asked.picture)
         for shown in self.models:
-            check_fits(shown, image, question, sampling[0])
-        self._asking = visitor
-        try:
-            if visitor in self._unwanted:
-                return
-            with closing(self._stream(image, question, *sampling)) as stream:
-                for texts in stream:
-                    if visitor in self._unwanted:
-                        return
-                    yield texts
-        finally:
-            self._asking = None
-            self._unwanted.discard(visitor)
-
-    def stop(self, visitor: str) -> None:
-        """End the visitor's running answers at the next word; those that wait end as soon as they begin."""
-        self._unwanted.add(visitor)
-
-    def leave(self, visitor: str) -> None:
-        """A visitor has closed the page: nobody waits for the rest of the answer."""
-        if self._asking == visitor:
-            self._unwanted.add(visitor)
-        else:
-            self._unwanted.discard(visitor)
-
-    def begin(self, visitor: str) -> None:
-        """A visitor asks anew: an earlier Stop no longer counts."""
-        self._unwanted.discard(visitor)
+            check_fits(shown, image, asked.question, asked.max_new_tokens)
+        with closing(self._stream(image, asked.question, asked.max_new_tokens, asked.temperature)) as stream:
+            yield from stream
 
     def measure(self, path: str | None, question: str | None) -> tuple[list[dict[str, Any]], Image.Image]:
-        """The diagnosis of each model on the picture, and the picture. Refused as in `ask`."""
-        question = limits.check_question(question)
+        """The diagnosis of each model on the picture, and the picture. Refused as in `accept`."""
         image = limits.open_picture(path)
+        question = limits.check_question(question)
         for shown in self.models:
             check_fits(shown, image, question, 0)
         return self._measure(path, question), image
@@ -94,7 +82,8 @@ class Desk:
         """(table as HTML, plots as HTML, numbers) of the picture and question."""
         results, image = self.measure(path, question)
         drawn = see.draw(self.models, results, image)
-        return see.table(results), words.plots(drawn), see.numbers(results)
+        head = words.seen(thumbnail(image), results[0]["prompt"])
+        return head + see.table(results), words.plots(drawn, len(self.models)), see.numbers(results)
 
     def about(self) -> dict[str, Any]:
         """What a program may want to know of the page."""
@@ -114,16 +103,15 @@ class Desk:
         }
 
 
-def remember(entries: list[dict], path: str | None, question: str, answers: Sequence[str], again: bool) -> list[dict]:
+def remember(entries: list[dict], asked: Asked, answers: Sequence[str]) -> list[dict]:
     """The visitor's questions with this one, unless it was stopped before the first word.
 
-    `again`: in place of the last, if that was the same question.
+    In place of the last one, if that was the same question about the same picture.
     """
     if not any(answers):
         return entries
-    entry = {"question": question.strip(), "answers": list(answers), "picture": thumbnail(limits.open_picture(path))}
-    same = ("question", "picture")
-    if again and entries and all(entries[-1][key] == entry[key] for key in same):
+    entry = {"question": asked.question, "answers": list(answers), "picture": asked.small}
+    if entries and all(entries[-1][key] == entry[key] for key in ("question", "picture")):
         entries = entries[:-1]
     return [*entries, entry][-REMEMBERED:]
 

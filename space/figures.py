@@ -22,6 +22,8 @@ COLOURS = {
     "#ffffff": "--plot-paper",
 }
 MAP_HEIGHT = 2.9  # inches
+PIXELS = 120  # of an inch on a wide page
+PALE = 150  # the darkest grey of a picture under a map, of 255
 _numbers = itertools.count()
 
 
@@ -42,7 +44,8 @@ def svg(figure: Any, title: str) -> str:
     drawn = re.sub(r'(href="#|url\(#)', rf"\1{prefix}", drawn)
     for colour, variable in COLOURS.items():
         drawn = re.sub(re.escape(colour), f"var({variable})", drawn, flags=re.IGNORECASE)
-    return f'<figure class="plot" role="img" aria-label="{escape(title)}">{drawn}</figure>'
+    style = f"max-width: {round(figure.get_figwidth() * PIXELS)}px"
+    return f'<figure class="plot" role="img" aria-label="{escape(title)}" style="{style}">{drawn}</figure>'
 
 
 def seen_part(image: Image.Image, processor: ProcessorMixin) -> Image.Image | None:
@@ -75,22 +78,32 @@ def draw_maps(results: list[dict[str, Any]], names: list[str], parts: list[Image
     if not found:
         return None
     figure = plots.new_figure(MAP_HEIGHT)
+    figure.set_figwidth(plots.WIDTH * (1 if len(found) > 1 else 0.65))
     highest = max(max(map(max, values)) for _, values, _ in found)
+    colours = _see_through(plots.KINDS["text"][0])
     grid = figure.subplots(1, len(found), squeeze=False)[0]
     for axes, (name, values, part) in zip(grid, found, strict=True):
-        picture = part.convert("L").convert("RGB")
+        picture = part.convert("L").point(lambda grey: PALE + grey * (255 - PALE) // 255).convert("RGB")
         picture.thumbnail((320, 320))
         width, height = picture.size
         axes.imshow(picture)
-        drawn = axes.imshow(values, cmap="viridis", vmin=0, vmax=highest, alpha=0.6, extent=(0, width, height, 0))
+        drawn = axes.imshow(values, cmap=colours, vmin=0, vmax=highest, extent=(0, width, height, 0))
         axes.set_axis_off()
         title = axes.set_title(name, fontsize=SMALL, color=INK)
         title.set_parse_math(False)
     bar = figure.colorbar(drawn, ax=list(grid), fraction=0.04, pad=0.02)
+    bar.ax.set_facecolor((0.9, 0.9, 0.9))  # as a pale picture, in the light and in the dark
     bar.ax.tick_params(labelsize=SMALL, colors=INK)
     bar.outline.set_edgecolor(plots.GREY)
     bar.set_label("attention (%)", fontsize=LABEL, color=INK)
     return figure
+
+
+def _see_through(colour: str) -> Any:
+    """A colour map from nothing to `colour`, through which a pale picture can be seen."""
+    from matplotlib.colors import LinearSegmentedColormap, to_rgb
+
+    return LinearSegmentedColormap.from_list("see_through", [(*to_rgb(colour), 0), (*to_rgb(colour), 0.9)])
 
 
 def draw_shares(results: list[dict[str, Any]]) -> Any:

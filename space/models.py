@@ -22,6 +22,7 @@ from llava_norm_align.common.loading import (
 )
 from llava_norm_align.common.results import FOLDER
 from llava_norm_align.common.weights import read_json
+from llava_norm_align.diagnosis.formats import find
 from llava_norm_align.modeling.families import FAMILIES
 from llava_norm_align.space.defaults import default_models
 from llava_norm_align.space.settings import ALIGNED, BASE, Settings, split_revision
@@ -40,7 +41,7 @@ class Shown:
     folder: Path
     model: PreTrainedModel
     processor: ProcessorMixin
-    micro: bool = False
+    micro: bool = False  # micro-LLaVA, or trained on the same drawings
     # where the model computes: one request at a time, always in one thread, as the C library keeps memory for each
     worker: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
 
@@ -59,7 +60,8 @@ class _Found:
 
     @property
     def aligned(self) -> bool:
-        return self.config["model_type"] in ALIGNED_TYPES
+        """Whether a norm stands after the projector: not so in a control, which is trained without one."""
+        return self.config["model_type"] in ALIGNED_TYPES and self.config.get("norm_align_type") != "none"
 
 
 def load_models(settings: Settings, echo: Callable[[str], None] = lambda line: None) -> list[Shown]:
@@ -77,10 +79,9 @@ def load_models(settings: Settings, echo: Callable[[str], None] = lambda line: N
                 f"The memory does not suffice for {found.name} ({first_line(error)}). Pass --dtype bfloat16, --device "
                 "cpu, only one of --base and --aligned, or a smaller model."
             ) from error
-        processor = load_processor(found.folder)
-        shown.append(
-            Shown(found.name, found.aligned, trained_steps(found.folder), found.folder, model, processor, found.micro)
-        )
+        steps, drawings = training(found.folder)
+        processor, micro = load_processor(found.folder), found.micro or drawings
+        shown.append(Shown(found.name, found.aligned, steps, found.folder, model, processor, micro))
     if all(one.model.device.type == "cpu" for one in shown):
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // len(shown)))  # they answer at the same time
     return shown
@@ -94,21 +95,11 @@ def find_models(settings: Settings, echo: Callable[[str], None]) -> list[_Found]
             _Found(name, folder, check_vision_language(folder), True)
             for name, folder in zip(MICRO_NAMES, folders, strict=True)
         ]
-    found = [
-        _find(model, option, variable)
-        for model, option, variable in ((settings.base, "--base", BASE), (settings.aligned, "--aligned", ALIGNED))
-        if model is not None
-    ]
-    if len(found) == 2 and not found[1].aligned:
-        raise InputError(
-            f"{settings.aligned} is a {found[1].config['model_type']}, which has no norm after its projector; a "
-            "norm-aligned model was expected as --aligned. Convert it with `llava-norm-align convert`, or leave "
-            "--aligned out to show the base alone."
-        )
-    return found
+    wanted = ((settings.base, "--base", BASE, False), (settings.aligned, "--aligned", ALIGNED, True))
+    return [_find(*one) for one in wanted if one[0] is not None]
 
 
-def _find(model: str, option: str, variable: str) -> _Found:
+def _find(model: str, option: str, variable: str, aligned: bool) -> _Found:
     name, revision = split_revision(model)
     try:
         folder = resolve_weights(name, revision)
@@ -117,14 +108,25 @@ def _find(model: str, option: str, variable: str) -> _Found:
         raise InputError(
             f"{option} ({variable}): {error} Or set neither {BASE} nor {ALIGNED} to see micro-LLaVA."
         ) from error
-    is_folder = Path(name).is_dir()
-    return _Found(Path(name).resolve().name if is_folder else model, folder, config)
+    found = _Found(Path(name).resolve().name if Path(name).is_dir() else model, folder, config)
+    if aligned and not found.aligned:
+        raise InputError(
+            f"{option} ({variable}): {model} is a {config['model_type']} without a norm after its projector; a "
+            "norm-aligned model was expected. Convert it with `llava-norm-align convert`, or pass it as --base."
+        )
+    if found.aligned and not aligned:
+        raise InputError(
+            f"{option} ({variable}): {model} has a norm after its projector; a model without one was expected. "
+            "Pass it as --aligned."
+        )
+    return found
 
 
-def trained_steps(folder: Path) -> int | None:
-    """How many steps the model in `folder` was trained for, by its training.json; None without one."""
+def training(folder: Path) -> tuple[int | None, bool]:
+    """The steps that the model in `folder` was trained for (None: nothing says), and if on easy-VQA's drawings."""
     file = folder / FOLDER / "training.json"
     if not file.is_file():
-        return None
-    steps = read_json(file, "what train writes").get("steps")
-    return steps if isinstance(steps, int) else None
+        return None, False
+    content = read_json(file, "what train writes")
+    steps, data = content.get("steps"), find(content, "recipe", "data_path")
+    return steps if isinstance(steps, int) else None, str(data).startswith("easy-vqa")

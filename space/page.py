@@ -6,9 +6,10 @@ from typing import Any
 import gradio as gr
 
 from llava_norm_align.space import limits, words
-from llava_norm_align.space.desk import Desk, remember
+from llava_norm_align.space.desk import Asked, Desk, remember
 from llava_norm_align.space.examples import find_examples, micro_note
 from llava_norm_align.space.guard import GuardedBlocks, one_sentence
+from llava_norm_align.space.models import Shown
 
 HOUR = 3600  # seconds
 ONE = {"concurrency_limit": 1, "concurrency_id": "models"}  # of all that computes
@@ -18,7 +19,9 @@ DEFAULT_TOKENS = 64
 
 def build_page(desk: Desk, address: str) -> gr.Blocks:
     """The page of `desk`; `address` is what its example of a program names."""
-    with GuardedBlocks(title="Norm alignment, seen", analytics_enabled=False, delete_cache=(HOUR, HOUR)) as page:
+    with GuardedBlocks(
+        title="A LLaVA with and without norm alignment", analytics_enabled=False, delete_cache=(HOUR // 6, HOUR)
+    ) as page:
         gr.HTML(words.head(desk.models), elem_id="head")
         with gr.Tabs(elem_id="tabs"):
             with gr.Tab("Ask", id="ask", elem_id="tab-ask"):
@@ -29,15 +32,7 @@ def build_page(desk: Desk, address: str) -> gr.Blocks:
                 _compare(desk, tab)
             with gr.Tab("API", id="api", elem_id="tab-api"):
                 _api(desk, address)
-        page.unload(_leave(desk))
     return page
-
-
-def _leave(desk: Desk) -> Any:
-    def leave(request: gr.Request) -> None:
-        desk.leave(request.session_hash or "")
-
-    return leave
 
 
 def _ask(desk: Desk) -> tuple[gr.Image, gr.Textbox]:
@@ -54,74 +49,77 @@ def _ask(desk: Desk) -> tuple[gr.Image, gr.Textbox]:
                 elem_id="question", lines=1, max_lines=4,
             )  # fmt: skip
             with gr.Row():
-                ask = gr.Button("Ask", variant="primary", elem_id="ask", min_width=90)
-                stop = gr.Button("Stop", variant="stop", visible=False, elem_id="stop", min_width=90)
-                retry = gr.Button("Retry", elem_id="retry", min_width=70)
-                clear = gr.Button("Clear", elem_id="clear", min_width=70)
+                ask = gr.Button("Ask", variant="primary", elem_id="ask", min_width=80)
+                stop = gr.Button("Stop", elem_id="stop", min_width=60)
+                retry = gr.Button("Retry", elem_id="retry", min_width=60)
+                clear = gr.Button("Clear", elem_id="clear", min_width=60)
             with gr.Accordion("Settings", open=False, elem_id="settings"):
                 tokens = gr.Slider(
-                    1, most, min(DEFAULT_TOKENS, most), step=1, label="Most tokens of an answer", elem_id="tokens"
+                    1, most, min(DEFAULT_TOKENS, most), step=1, label="Longest answer, in tokens", elem_id="tokens"
                 )
                 temperature = gr.Slider(
                     0, limits.MAX_TEMPERATURE, 0, step=0.1, label="Temperature", elem_id="temperature",
                     info="0: always the likeliest word, so that both models are compared without chance.",
                 )  # fmt: skip
+            _examples(desk, picture, question)
         with gr.Column(scale=3, min_width=300):
             with gr.Row():
-                boxes = [
-                    gr.Textbox(
-                        label=f"{shown.role}: {shown.name}",
-                        lines=5,
-                        max_lines=16,
-                        interactive=False,
-                        elem_id="answer-aligned" if shown.aligned else "answer-base",
-                        elem_classes="answer",
-                        placeholder="The answer appears here.",
-                        buttons=["copy"],
-                        min_width=220,
-                    )  # fmt: skip
-                    for shown in desk.models
-                ]
+                boxes = [_answer_box(shown) for shown in desk.models]
             gr.HTML(f"<p class='quiet'>{words.ALONE}</p>")
             history = gr.HTML(elem_id="history")
-            _examples(desk, picture, question)
-    entries = gr.State([], time_to_live=HOUR)
-
-    def begin(request: gr.Request) -> list[Any]:
-        desk.begin(request.session_hash or "")
-        return [gr.update(visible=False), gr.update(visible=True), *[""] * len(boxes)]
+    asked, entries = gr.State(None, time_to_live=HOUR), gr.State([], time_to_live=HOUR)
 
     def answer(
-        picture: str | None, question: str, most_tokens: float, temperature: float, request: gr.Request
+        last: Asked | None,
+        picture: str | None,
+        question: str,
+        most_tokens: float,
+        temperature: float,
+        event: gr.EventData,
     ) -> Iterator[Any]:
+        if event.target is retry and last is not None:
+            picture, question = last.picture, last.question
         with one_sentence():
-            for texts in desk.ask(picture, question, most_tokens, temperature, request.session_hash or ""):
+            asked = desk.accept(picture, question, most_tokens, temperature)
+            yield asked, *[""] * len(boxes)
+            for texts in desk.ask(asked):
+                yield asked, *texts
+
+    def answer_program(picture: str | None, question: str, most_tokens: float, temperature: float) -> Iterator[Any]:
+        with one_sentence():
+            for texts in desk.ask(desk.accept(picture, question, most_tokens, temperature)):
                 yield texts if len(texts) > 1 else texts[0]
 
-    def end(request: gr.Request) -> None:
-        desk.stop(request.session_hash or "")
+    def keep(asked: Asked | None, entries: list[dict], *answers: str) -> tuple[list[dict], str]:
+        entries = entries if asked is None else remember(entries, asked, answers)
+        return entries, words.history(entries, desk.models)
 
-    def keep(again: bool) -> Any:
-        def run(entries: list[dict], picture: str | None, question: str, *answers: str) -> tuple[list[dict], str]:
-            with one_sentence():
-                entries = remember(entries, picture, question, answers, again)
-            return entries, words.history(entries, desk.models)
-
-        return run
-
-    asked = [picture, question, tokens, temperature]
-    buttons = [ask, stop]
-    for triggers, again, name in (([ask.click, question.submit], False, "ask"), ([retry.click], True, None)):
-        named = {"api_name": name} if name else {"api_visibility": "private"}
-        first = gr.on(triggers, begin, None, [*buttons, *boxes], **AT_ONCE)
-        answered = first.then(answer, asked, boxes, **ONE, **named)
-        answered.success(keep(again), [entries, picture, question, *boxes], [entries, history], **AT_ONCE)
-        for event in (answered.then, answered.failure):  # the page fires failure alone after an error
-            event(lambda: [gr.update(visible=True), gr.update(visible=False)], None, buttons, **AT_ONCE)
-    stop.click(end, None, None, **AT_ONCE)
-    cleared = [picture, question, *boxes, entries, history]
-    clear.click(lambda: [None, "", *[""] * len(boxes), [], ""], None, cleared, **AT_ONCE)
+    inputs, kept = [picture, question, tokens, temperature], [entries, history]
+    # One event for all three, so that the page lets none of them begin before the last has ended.
+    asks = [ask.click, question.submit, retry.click]
+    answered = gr.on(asks, answer, [asked, *inputs], [asked, *boxes], **ONE, api_visibility="private")
+    answered.success(keep, [asked, entries, *boxes], kept, **AT_ONCE)
+    gr.on([stop.click, clear.click], None, cancels=answered)  # before what else they do: the page goes by this order
+    stop.click(keep, [asked, entries, *boxes], kept, **AT_ONCE)
+    empty = [None, "", *[""] * len(boxes), None, [], ""]
+    clear.click(lambda: empty, None, [picture, question, *boxes, asked, entries, history], **AT_ONCE)
+    # a button that nobody sees: for programs, which send all of a question at once
+    gr.Button(visible=False).click(answer_program, inputs, boxes, **ONE, api_name="ask")
     return picture, question
+
+
+def _answer_box(shown: Shown) -> gr.Textbox:
+    return gr.Textbox(
+        label=f"{shown.role}: {shown.name}",
+        lines=5,
+        max_lines=16,
+        interactive=False,
+        elem_id="answer-aligned" if shown.aligned else "answer-base",
+        elem_classes="answer",
+        placeholder="The answer appears here.",
+        buttons=[],  # with one, Gradio leaves the box without its label for those who do not see it
+        min_width=220,
+    )
 
 
 def _examples(desk: Desk, picture: gr.Image, question: gr.Textbox) -> None:
@@ -139,18 +137,20 @@ def _examples(desk: Desk, picture: gr.Image, question: gr.Textbox) -> None:
 def _see(desk: Desk, tab: gr.Tab, picture: gr.Image, question: gr.Textbox) -> None:
     """What the picture and question of the first tab do in the models; measured when the tab is opened."""
     with gr.Row(elem_id="see-top"):
-        gr.HTML(f"<p class='quiet'>{words.LEGEND}</p>", elem_classes="words", min_width=280)
+        gr.HTML(f"<p class='quiet'>{words.legend(len(desk.models))}</p>", elem_classes="words", min_width=280)
         measure = gr.Button("Measure", variant="primary", elem_id="measure", scale=0, min_width=140)
     table, plots = gr.HTML(elem_id="see-table"), gr.HTML(elem_id="see-plots")
     gr.HTML(words.CONTESTED, elem_id="contested", elem_classes="words")
     numbers, shown = gr.JSON(visible=False), gr.State(None)
 
     def show(picture: str | None, question: str) -> tuple[Any, ...]:
+        if not picture or not (question or "").strip():
+            return words.NOTHING_TO_SEE, "", None, None
         with one_sentence():
             return *desk.see(picture, question), (picture, question)
 
     def show_if_new(picture: str | None, question: str, shown: Any) -> tuple[Any, ...]:
-        if not picture or not (question or "").strip() or shown == (picture, question):
+        if shown is not None and shown == (picture, question):
             return tuple(gr.skip() for _ in range(4))
         return show(picture, question)
 
@@ -159,8 +159,9 @@ def _see(desk: Desk, tab: gr.Tab, picture: gr.Image, question: gr.Textbox) -> No
             return desk.numbers(picture, question)
 
     outputs = [table, plots, numbers, shown]
-    measure.click(show, [picture, question], outputs, **ONE, api_visibility="private")
-    tab.select(show_if_new, [picture, question, shown], outputs, **ONE, api_visibility="private")
+    private = {"show_progress_on": table, "api_visibility": "private"}
+    measure.click(show, [picture, question], outputs, **ONE, **private)
+    tab.select(show_if_new, [picture, question, shown], outputs, **ONE, **private)
     # a button that nobody sees: its input takes uploads only, as the visible one's does
     gr.Button(visible=False).click(see_numbers, [picture, question], numbers, **ONE, api_name="see")
 
@@ -175,7 +176,7 @@ def _compare(desk: Desk, tab: gr.Tab) -> None:
         with one_sentence():
             return desk.compare()
 
-    tab.select(compare, None, [evaluation, curves], api_visibility="private")
+    tab.select(compare, None, [evaluation, curves], queue=False, api_visibility="private")
 
 
 def _api(desk: Desk, address: str) -> None:

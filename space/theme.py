@@ -14,26 +14,28 @@ CSS = """
 #head p {margin: .3rem 0;}
 .words table {display: block; overflow-x: auto;}
 .words table, .words tr {border: 0 !important;}
-.words th, .words td {word-break: normal; overflow-wrap: normal; min-width: 5rem;}
-#evaluation th, #evaluation td {white-space: nowrap;}
+.words th, .words td {word-break: normal; overflow-wrap: normal;}
+#evaluation th, #evaluation td {white-space: nowrap; min-width: 5rem;}
 @media (max-width: 640px) {
   #evaluation th, #evaluation td {white-space: normal; font-size: .82rem;}
+  figure.plot {border: 0; padding: 0;}
 }
 #see-top {flex-wrap: wrap;}
 #see-top .words {flex: 1 1 280px;}
 .words li {margin: .2rem 0;}
 .quiet {color: var(--quiet) !important; font-size: .9rem; line-height: 1.45;}
+.hint {padding: 1.5rem 0; font-size: 1.05rem;}
+.seen {display: flex; align-items: center; gap: .7rem; margin: 0 0 .6rem;}
+.seen img {width: 56px; height: 56px; object-fit: cover; border-radius: 4px;}
 .note {border-left: 3px solid var(--plot-text); padding: .1rem 0 .1rem .7rem;}
 .answer textarea {font-size: 1rem; line-height: 1.5;}
 figure.plot {margin: 0; border: 1px solid var(--border-color-primary); border-radius: 8px; padding: .4rem;
   background: var(--plot-paper);}
 figure.plot svg {width: 100%; height: auto; display: block;}
-#curves figure {max-width: 760px;}
 .plots {display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); gap: 1.2rem;}
 .plots h3 {font-size: 1rem; font-weight: 600; margin: .2rem 0;}
 .plots p {margin: 0 0 .4rem;}
 .scroll {overflow-x: auto;}
-#plot-attention {max-width: 720px;}
 .scroll table, .scroll tr {border: 0 !important;}
 .scroll table {border-collapse: collapse; width: 100%; font-size: .92rem;}
 .scroll th, .scroll td, .words th, .words td {border: 0 !important;
@@ -41,7 +43,7 @@ figure.plot svg {width: 100%; height: auto; display: block;}
   padding: .4rem .7rem .4rem 0; font-weight: 400; vertical-align: top; overflow-wrap: break-word;}
 .scroll thead th, .words thead th {font-weight: 600 !important;}
 table.numbers td {font-variant-numeric: tabular-nums;}
-table.history td {min-width: 4.5rem; max-width: 22rem;}
+table.history td {min-width: 4.5rem; max-width: 22rem; overflow-wrap: anywhere;}
 table.history td:first-child {min-width: 52px;}
 table.history img {width: 44px; height: 44px; min-width: 44px; object-fit: cover; border-radius: 4px;}
 """
@@ -53,6 +55,16 @@ def theme() -> Any:
 
     fonts = [gr.themes.Font(name) for name in ("system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif")]
     mono = [gr.themes.Font(name) for name in ("ui-monospace", "Menlo", "Consolas", "monospace")]
-    return gr.themes.Default(
+    plain = gr.themes.Default(
         primary_hue=gr.themes.colors.sky, neutral_hue=gr.themes.colors.zinc, font=fonts, font_mono=mono
+    )
+    # a contrast of 4.5:1 and more
+    return plain.set(
+        button_primary_background_fill="*primary_700",
+        button_primary_background_fill_hover="*primary_800",
+        button_primary_background_fill_dark="*primary_700",
+        button_primary_background_fill_hover_dark="*primary_800",
+        color_accent="*primary_700",
+        input_placeholder_color="*neutral_500",
+        input_placeholder_color_dark="*neutral_400",
     )

@@ -7,8 +7,9 @@ from llava_norm_align.space.models import Shown
 
 INTRO = (
     "A LLaVA turns a picture into tokens and puts them before the question. Those visual tokens are often many times "
-    "longer than text tokens. Norm alignment puts one normalising layer between picture and language model, so that "
-    "both start with the same length. Ask both models, then see what the layer does to this very picture."
+    "longer (in L2 norm) than text tokens. Norm alignment puts one normalising layer between picture and language "
+    "model, so that both start with the same length. <b>Pick an example or add a picture, ask both models, then open "
+    "See</b> for what the layer does to this very picture."
 )
 ONE_STOCK = (
     "This page was started with a stock model alone. It cannot show what norm alignment changes: neither a second "
@@ -30,8 +31,10 @@ ALONE = "Each question stands alone: the models see one picture and one question
 
 LEGEND = (
     "The picture and the question of the first tab, measured in each model. Blue: tokens of the picture; orange: "
-    "tokens of the question; dashed: the second model. Length means L2 norm."
+    "tokens of the question. Length means L2 norm."
 )
+DASHED = " Dashed: the norm-aligned model."
+NOTHING_TO_SEE = "<p class='hint'>Add a picture and a question on the first tab, then measure.</p>"
 CONTESTED = """
 <h3>What is contested</h3>
 <p>That visual tokens are longer than text tokens is easily measured. That this harms a model is the claim of one paper
@@ -40,48 +43,52 @@ training it again, moves its answers far; and in some models the lengths meet af
 <p>One picture and one question show no more than themselves: <code>llava-norm-align diagnose</code> measures many
 pictures, with intervals and controls.</p>
 """
+# Of each plot: its title, what to look for, and what to look for where two models are drawn.
 CAPTIONS = {
     "norms": (
         "Lengths where tokens enter",
-        "Share of tokens by length at layer 0, on a log axis. Blue far to the right of orange is the gap; with the "
-        "norm, dashed blue lies beside orange.",
+        "Share of tokens by length at layer 0, on a log axis. Blue far to the right of orange is the gap.",
+        "With the norm, dashed blue lies beside orange.",
     ),
     "layers": (
         "Lengths by layer",
-        "Mean length at the input of each layer, on a log axis. See how soon the lines meet: after that, the gap can "
-        "no longer act.",
+        "Mean length at the input of each layer, on a log axis. See where the lines meet, and if they part again.",
+        "",
     ),
     "rotation": (
         "Turns by layer",
         "Mean angle between what goes into a layer and what comes out. The paper says that long tokens turn less: "
-        "then solid blue runs below orange in the first layers, and dashed blue less so.",
+        "then blue runs below orange in the first layers.",
+        "With the norm, dashed blue should do so less.",
     ),
     "shares": (
         "How much the prompt looks at the picture",
         "The share of the last prompt token's attention that goes to the picture. It shows where a layer looks, not "
         "what it takes from there.",
+        "",
     ),
     "attention": (
         "Where it looks",
-        "The same attention over the part of the picture that the models see, mean over heads and layers. A bright "
-        "patch does not make an answer right.",
+        "The same attention over the part of the picture that the models see, mean over heads and layers: the more "
+        "orange a patch, the more. An orange patch does not make an answer right.",
+        "",
     ),
 }
 
 API = """
 ### From a program
 
-Everything on this page can be called with `pip install gradio_client`:
+Asking and seeing work from a program, too, with `pip install gradio_client`:
 
 ```python
 from gradio_client import Client, handle_file
 
 client = Client("{address}")
-client.predict(api_name="/models")
+print(client.predict(api_name="/models"))
 job = client.submit(handle_file("photo.jpg"), "What is in the picture?", {tokens}, 0.0, api_name="/ask")
 for said in job:        # {said}, as the words come
     print(said)
-client.predict(handle_file("photo.jpg"), "What is in the picture?", api_name="/see")
+print(client.predict(handle_file("photo.jpg"), "What is in the picture?", api_name="/see"))
 ```
 
 | endpoint | takes | gives |
@@ -106,14 +113,25 @@ def head(models: Sequence[Shown]) -> str:
         aligned = models[1]
         steps = aligned.trained_steps
         note = f"<b>{escape(aligned.name)}.</b> " + (UNTRAINED if steps is None else TRAINED.format(steps=steps))
-    return f"<h1>Norm alignment, seen</h1><p>{INTRO}</p><p class='quiet note'>{note}</p>"
+    return f"<h1>A LLaVA with and without norm alignment</h1><p>{INTRO}</p><p class='quiet note'>{note}</p>"
 
 
-def plots(drawn: dict[str, str]) -> str:
+def legend(models: int) -> str:
+    """What the colours of the plots mean."""
+    return LEGEND + (DASHED if models > 1 else "")
+
+
+def seen(picture: str, question: str) -> str:
+    """Which picture (a data: address) and question were measured."""
+    return f"<p class='seen'><img src='{picture}' alt=''><span>{escape(question)}</span></p>"
+
+
+def plots(drawn: dict[str, str], models: int) -> str:
     """The plots with their captions as HTML."""
     parts = []
     for name, figure in drawn.items():
-        title, caption = CAPTIONS[name]
+        title, alone, two = CAPTIONS[name]
+        caption = f"{alone} {two}" if models > 1 else alone
         parts.append(f"<section id='plot-{name}'><h3>{title}</h3><p class='quiet'>{caption}</p>{figure}</section>")
     return f"<div class='plots'>{''.join(parts)}</div>"
 

@@ -127,11 +127,85 @@ def test_stop_ends_the_answers(visit, rows, say):
     visitor.set_tokens(256)
     visitor.press_ask(POEM)
     visitor.page.wait_for_function("document.querySelector('#answer-base textarea').value.length > 20")
-    visitor.page.click("#stop")
-    stopped = visitor.wait()
+    stopped = visitor.stop()
     assert 20 < len(stopped[0]) < 800  # of some 1,600 signs
     visitor.set_tokens(64)
     assert visitor.ask(rows[0].question) == say(rows[0].image, rows[0].question)  # and the next one is whole
+
+
+def test_a_question_is_kept_as_it_was_asked(visit, rows, say):
+    visitor = visit()
+    visitor.upload(rows[0].image)
+    visitor.set_tokens(256)
+    visitor.press_ask(POEM)
+    visitor.page.wait_for_function("document.querySelector('#answer-base textarea').value.length > 20")
+    visitor.page.fill("#question textarea", rows[0].question)
+    visitor.page.press("#question textarea", "Enter")  # while one is answered, another one is not begun
+    stopped = visitor.stop()
+    kept = visitor.page.locator("#history tbody tr")
+    kept.wait_for()
+    assert kept.locator("td").all_inner_texts() == ["", POEM, *map(str.strip, stopped)]
+    visitor.set_tokens(8)
+    visitor.asked += 1
+    visitor.page.click("#retry")  # asks what was asked, not what is written by now
+    assert visitor.wait() == say(rows[0].image, POEM, 8)
+    assert visitor.ask(rows[0].question) == say(rows[0].image, rows[0].question, 8)
+    assert kept.count() == 2
+
+
+def test_stop_gives_the_place_in_the_queue_back(visit, rows, say):
+    first, second = visit(), visit()
+    for visitor in (first, second):
+        visitor.upload(rows[0].image)
+    first.set_tokens(256)
+    first.press_ask(POEM)
+    first.page.wait_for_function("document.querySelector('#answer-base textarea').value.length > 20")
+    second.press_ask(rows[0].question)
+    second.page.wait_for_selector("#answer-base .meta-text, #answer-base .progress-text")
+    assert second.stop() == ["", ""]
+    assert first.page.evaluate("window.ended") == 0  # whose answer goes on
+    assert second.page.locator("#history tr").count() == 0
+    first.stop()
+    assert second.ask(rows[0].question) == say(rows[0].image, rows[0].question)
+
+
+def test_clear_empties_the_page_while_an_answer_comes(visit, rows, say):
+    visitor = visit()
+    visitor.upload(rows[0].image)
+    visitor.press_ask(POEM)
+    visitor.page.wait_for_function("document.querySelector('#answer-base textarea').value.length > 20")
+    with visitor.page.expect_response("**/cancel"):
+        visitor.page.click("#clear")
+    visitor.page.wait_for_selector("#picture img", state="detached")
+    visitor.page.wait_for_timeout(500)
+    assert visitor.wait() == ["", ""] and visitor.page.input_value("#question textarea") == ""
+    assert visitor.page.locator("#history tr").count() == 0
+    visitor.page.get_by_role("tab", name="See").click()
+    visitor.page.wait_for_selector("#see-table .hint")
+    visitor.page.get_by_role("tab", name="Ask").click()
+    visitor.upload(rows[0].image)
+    assert visitor.ask(rows[0].question) == say(rows[0].image, rows[0].question)
+
+
+def test_see_says_whose_numbers_it_shows(visit, rows):
+    visitor = visit()
+    visitor.upload(rows[0].image)
+    visitor.page.fill("#question textarea", rows[0].question)
+    visitor.page.get_by_role("tab", name="See").click()
+    assert visitor.page.locator("#see-table .seen").inner_text() == rows[0].question
+    assert visitor.page.locator("#see-table .seen img").get_attribute("src").startswith("data:image/jpeg;base64,")
+    visitor.page.get_by_role("tab", name="Ask").click()
+    visitor.page.click("#clear")
+    visitor.page.wait_for_selector("#picture img", state="detached")
+    visitor.page.get_by_role("tab", name="See").click()
+    visitor.page.wait_for_selector("#see-table .hint")
+    assert visitor.page.locator("#see-plots figure").count() == 0
+
+
+def test_the_boxes_have_their_labels(visit):
+    visitor = visit()
+    for label in ("Base: micro-LLaVA", "Norm-aligned: micro-LLaVA with a norm", "Question"):
+        assert visitor.page.get_by_label(label, exact=True).count() == 1, label
 
 
 def test_bad_files_are_refused_in_one_sentence(visit, rows, say, tmp_path):

@@ -10,7 +10,7 @@ pytest.importorskip("gradio")
 
 from llava_norm_align.common.errors import InputError
 from llava_norm_align.space import models
-from llava_norm_align.space.models import find_models, trained_steps
+from llava_norm_align.space.models import find_models, training
 from llava_norm_align.space.settings import Settings, read_settings, split_revision
 from tests.helpers import space
 
@@ -56,13 +56,27 @@ def test_names_are_never_paths(root):
 
 
 def test_one_model_is_shown_alone(root):
-    assert [one.aligned for one in found(root, ("aligned", "base"))] == [False]
+    assert [one.aligned for one in found(root, ("base", "base"))] == [False]
     assert [one.aligned for one in found(root, ("aligned", "aligned"))] == [True]
 
 
-def test_a_stock_model_in_the_place_of_the_aligned_one_is_refused(root):
-    with pytest.raises(InputError, match="is a llava, which has no norm .* Convert it"):
-        found(root, ("base", "base"), ("aligned", "base"))
+def test_a_control_without_a_norm_is_a_base(root, tmp_path):
+    folder = shutil.copytree(root / "aligned", tmp_path / "control")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"norm_align_type": "none"}))
+    assert [one.aligned for one in found(tmp_path, ("base", "control"))] == [False]
+
+
+@pytest.mark.parametrize("others", [(), (("base", "base"),)])
+def test_a_stock_model_in_the_place_of_the_aligned_one_is_refused(root, others):
+    with pytest.raises(InputError, match="is a llava without a norm .* Convert it"):
+        found(root, *others, ("aligned", "base"))
+
+
+@pytest.mark.parametrize("others", [(), (("aligned", "aligned"),)])
+def test_an_aligned_model_in_the_place_of_the_base_is_refused(root, others):
+    with pytest.raises(InputError, match="has a norm after its projector; .* Pass it as --aligned"):
+        found(root, ("base", "aligned"), *others)
 
 
 def test_a_missing_model_is_told_with_what_to_set(root):
@@ -83,7 +97,9 @@ def test_without_names_micro_llava_is_shown(root, monkeypatch):
 
 def test_training_is_read_from_the_folder(root, tmp_path):
     folder = shutil.copytree(root / "aligned", tmp_path / "aligned")
-    assert trained_steps(folder) is None
-    (folder / "norm_align").mkdir()
-    (folder / "norm_align" / "training.json").write_text(json.dumps({"schema_version": 1, "steps": 100}))
-    assert trained_steps(folder) == 100
+    assert training(folder) == (None, False)
+    file = folder / "norm_align" / "training.json"
+    file.parent.mkdir()
+    for data, drawings in (("easy-vqa-yes-no", True), ("rows.json", False)):
+        file.write_text(json.dumps({"schema_version": 1, "steps": 100, "recipe": {"data_path": data}}))
+        assert training(folder) == (100, drawings)

@@ -21,14 +21,16 @@ RECORD = """selector => {
     };
     look();
 }"""
-# Counts the answers that have ended, well or not: Stop is shown while one runs, which can be too short to be seen.
+# Counts the answers that have ended, well or not, which may run too short to be seen from outside: by what Gradio lays
+# over the box while it waits for one.
 COUNT = """(() => {
     window.ended = 0;
     let runs = false;
     const look = () => {
-        const shown = document.querySelector("#stop")?.checkVisibility() ?? false;
-        if (runs && !shown) window.ended += 1;
-        runs = shown;
+        const over = document.querySelector("#answer-base [data-testid=status-tracker]");
+        const running = Boolean(over) && !over.classList.contains("hide") && !over.querySelector(".error");
+        if (runs && !running) window.ended += 1;
+        runs = running;
     };
     new MutationObserver(look).observe(document, {subtree: true, childList: true, attributes: true});
 })()"""
@@ -110,6 +112,12 @@ class Visitor:
         """Until the answers are there, or the error; the answers (base, aligned)."""
         self.page.wait_for_function("asked => window.ended === asked", arg=self.asked)
         return [self.page.input_value(f"#answer-{name} textarea") for name in ("base", "aligned")]
+
+    def stop(self):
+        """Press Stop, and wait until the server has ended the answer: a question before that is not taken."""
+        with self.page.expect_response("**/cancel"):
+            self.page.click("#stop")
+        return self.wait()
 
     def ask(self, question):
         self.press_ask(question)

@@ -85,39 +85,30 @@ def test_a_question_beyond_the_context_is_refused(models):
         check_fits(models[0], tiny.photo(), "cat " * 60, 200)
 
 
-def test_stop_ends_the_visitor_who_pressed_it_and_no_other(desk, root):
-    picture = str(root / "0.png")
-    stream = desk.ask(picture, QUESTION, 64, 0, "anna")
+def test_a_closed_question_is_not_answered_further(desk, root):
+    asked = desk.accept(str(root / "0.png"), f" {QUESTION} ", 64, 0)
+    assert asked.question == QUESTION and asked.small.startswith("data:image/jpeg;base64,")
+    stream = desk.ask(asked)
     next(stream)
-    desk.stop("bert")
-    next(stream)
-    desk.stop("anna")
+    stream.close()
     assert list(stream) == []
-    assert list(desk.ask(picture, QUESTION, 6, 0, "bert")) == []  # he waited when he pressed it
-    assert list(desk.ask(picture, QUESTION, 6, 0, "bert"))
-    desk.stop("anna")
-    desk.begin("anna")
-    assert list(desk.ask(picture, QUESTION, 6, 0, "anna"))
+    assert list(desk.ask(asked))[-1] == [
+        answer(one.model, one.processor, Image.open(root / "0.png"), QUESTION, max_new_tokens=64)
+        for one in desk.models
+    ]
 
 
-def test_who_leaves_is_not_answered_further(desk, root):
-    stream = desk.ask(str(root / "0.png"), QUESTION, 64, 0, "anna")
-    next(stream)
-    desk.leave("bert")
-    next(stream)
-    desk.leave("anna")
-    assert list(stream) == [] and desk._unwanted == set()
-
-
-def test_questions_are_remembered_for_a_visitor(root):
-    one, two = str(root / "0.png"), str(root / "1.png")
-    entries = remember([], one, "a", ["x", "y"], False)
-    entries = remember(entries, two, "a", ["x", "z"], True)  # another picture: no repetition
+def test_questions_are_remembered_for_a_visitor(desk, root):
+    one, two = (
+        lambda question, name=name: desk.accept(str(root / name), question, 4, 0) for name in ("0.png", "1.png")
+    )
+    entries = remember([], one("a"), ["x", "y"])
+    entries = remember(entries, two("a"), ["x", "z"])  # another picture: another question
     assert [entry["answers"] for entry in entries] == [["x", "y"], ["x", "z"]]
-    entries = remember(entries, two, " a ", ["w", "v"], True)
+    entries = remember(entries, two(" a "), ["w", "v"])
     assert [entry["answers"] for entry in entries] == [["x", "y"], ["w", "v"]]
-    assert remember(entries, two, "b", ["", ""], False) == entries  # stopped before the first word
+    assert remember(entries, two("b"), ["", ""]) == entries  # stopped before the first word
     for number in range(30):
-        entries = remember(entries, two, str(number), ["x", "y"], False)
+        entries = remember(entries, two(str(number)), ["x", "y"])
     assert [entry["question"] for entry in entries] == [str(number) for number in range(10, 30)]
-    assert entries[0]["picture"].startswith("data:image/jpeg;base64,") and len(entries[0]["picture"]) < 8000
+    assert len(entries[0]["picture"]) < 8000

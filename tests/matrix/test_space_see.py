@@ -3,7 +3,9 @@
 Not among the fast tests, some of which fork: models that computed in threads would block the child.
 """
 
+import json
 import re
+import shutil
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
@@ -15,7 +17,7 @@ pytest.importorskip("gradio")
 from llava_norm_align.diagnosis import plots
 from llava_norm_align.diagnosis.diagnose import diagnose_model
 from llava_norm_align.space import figures, see, words
-from llava_norm_align.space.compare import NO_ALIGNED, NO_EVALUATION, NO_TRAINING, compare
+from llava_norm_align.space.compare import NO_ALIGNED, NO_EVALUATION, NO_TRAINING, UNREADABLE, compare
 from llava_norm_align.space.desk import Desk
 from llava_norm_align.space.settings import Settings
 from tests.helpers import release_card, space, tiny
@@ -72,8 +74,9 @@ def test_every_plot_is_drawn_as_svg_of_its_own(models, results, root):
             and "http" not in figure.replace("http://www.w3.org", "")
         )
     assert len(ids) == len(set(ids))  # on one page, too
-    page = words.plots(drawn)
-    assert all(f"plot-{name}" in page for name in drawn)
+    page = words.plots(drawn, 2)
+    assert all(f"plot-{name}" in page for name in drawn) and "dashed" in page
+    assert "dashed" not in words.plots(drawn, 1).lower() + words.legend(1).lower()
 
 
 def test_the_lines_of_a_plot_are_the_numbers(results):
@@ -115,7 +118,7 @@ def test_the_head_says_what_is_shown(models):
 
 def test_one_model_makes_one_column(root):
     desk = Desk(space.load(root, "base"), Settings())
-    assert [len(texts) for texts in desk.ask(str(root / "0.png"), QUESTION, 3, 0, "anna")][-1] == 1
+    assert len(list(desk.ask(desk.accept(str(root / "0.png"), QUESTION, 3, 0)))[-1]) == 1
     table, drawn, numbers = desk.see(str(root / "0.png"), QUESTION)
     assert len(numbers) == 1 and table.count("<th>") == 8 and "plot-norms" in drawn
     assert desk.compare() == (NO_ALIGNED, "")
@@ -127,9 +130,23 @@ def test_results_are_shown_where_they_lie_in_the_folder(root, models):
     release_card.add_evaluation(folder)
     release_card.add_training(folder)
     evaluation, curves = compare(models)
-    assert "75.00 (25.00 to 95.00)" in evaluation and "not resolved" in evaluation
+    assert (
+        evaluation.startswith("*This model* is aligned.")
+        and "75.00 (25.00 to 95.00)" in evaluation
+        and "not resolved" in evaluation
+    )
     assert "annika" not in evaluation + curves and "](" not in evaluation
     assert "<svg" in curves and "var(--plot-ink)" in curves and "30 steps" in curves
     assert "#ffffff" not in curves and "#222222" not in curves  # whose colours follow the page's
     (folder / "norm_align" / "evaluation.json").write_text("{")
     assert "cannot be read" in compare(models)[0] and str(root) not in compare(models)[0]
+
+
+@pytest.mark.parametrize("change", [{"steps": None}, {"steps": "<b>"}, {"history": "x"}, {"history": [1]}])
+def test_a_training_record_of_another_hand_is_told(change, root, tmp_path):
+    shutil.copytree(root / "aligned", tmp_path / "aligned")
+    release_card.add_training(tmp_path / "aligned")
+    path = tmp_path / "aligned/norm_align/training.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    shown = space.load(tmp_path, "aligned")
+    assert compare(shown) == (UNREADABLE, "")
