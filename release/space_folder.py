@@ -4,17 +4,21 @@ import importlib.metadata
 import importlib.util
 import json
 import shutil
-import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from llava_norm_align.common.errors import missing_extra
+from llava_norm_align.common.errors import InputError, missing_extra
 from llava_norm_align.common.results import write_text
+from llava_norm_align.common.revisions import split_revision
 
 # What the page imports, at the versions that are installed here. gradio is the Space's sdk, too.
 REQUIREMENTS = ("accelerate", "gradio", "huggingface_hub", "jinja2", "matplotlib", "numpy", "packaging", "pillow")
 REQUIREMENTS += ("safetensors", "tokenizers", "torch", "tqdm", "transformers", "typer")
-EXAMPLES = ("scikit-image",)  # photos
+EXAMPLES = ("easy-vqa", "scikit-image")  # drawings, photos
+# Of the versions that ZeroGPU has (3.10 and 3.12), the one that this package runs on.
+PYTHON = "3.12"
+LICENSE = "apache-2.0"  # of the source, and so of the page
 PACKAGE = "llava_norm_align"
 PARTS = ("common", "data", "configuration", "modeling", "diagnosis", "conversion", "trl_recipes", "evaluation")
 PARTS += ("release", "space")
@@ -51,22 +55,22 @@ Models: {models}
 """
 
 
-def write_space(
-    folder: Path, space_id: str, model: str, base: str | None = None, license: str | None = None
-) -> list[str]:
+def write_space(folder: Path, space_id: str, model: str, base: str | None = None, license: str = LICENSE) -> list[str]:
     """Write the Space `space_id` into the empty `folder`; returns the models' Hub ids.
 
-    `model` and `base`: Hub ids, of a fixed revision as ID@REVISION. `license`: of the page's README, if one is given.
-    InputError if a package that the page needs is not installed here, as its version is not known then.
+    `model` and `base`: Hub ids, of a fixed revision as ID@REVISION. `license`: an identifier of the Hub's.
+    InputError if a package that the page needs is not installed here, as its version is not known then, or if the text
+    of the source's license is missing.
     """
     named = {"LLAVA_NORM_ALIGN_ALIGNED": model} | ({"LLAVA_NORM_ALIGN_BASE": base} if base else {})
-    models = [name.partition("@")[0] for name in named.values()]
+    models = list(dict.fromkeys(split_revision(name)[0] for name in named.values()))
     pins = pinned([*REQUIREMENTS, *EXAMPLES])
     lines = [f"os.environ.setdefault({json.dumps(name)}, {json.dumps(value)})" for name, value in named.items()]
     write_text(folder / "app.py", APP.format(variables="\n".join(lines)))
     write_text(folder / "requirements.txt", "\n".join(f"{name}=={version}" for name, version in pins.items()) + "\n")
     write_text(folder / "README.md", _readme(space_id, models, base, license, pins["gradio"]))
     copy_source(folder / PACKAGE)
+    shutil.copyfile(license_text(), folder / PACKAGE / "LICENSE")
     return models
 
 
@@ -77,8 +81,7 @@ def pinned(names: Sequence[str]) -> dict[str, str]:
         try:
             versions[name] = importlib.metadata.version(name).partition("+")[0]
         except importlib.metadata.PackageNotFoundError:
-            extra = {"gradio": "app", "matplotlib": "plots", "scikit-image": "samples"}.get(name, "app")
-            raise missing_extra(name, extra, "The folder of a Space") from None
+            raise missing_extra(name, "app", "The folder of a Space") from None
     return versions
 
 
@@ -95,7 +98,23 @@ def copy_source(target: Path) -> None:
                 shutil.copyfile(path, target / part / name)
 
 
-def _readme(space_id: str, models: Sequence[str], base: str | None, license: str | None, gradio: str) -> str:
+def license_text() -> Path:
+    """The file of the source's license: beside its parts in a checkout or a Space, in the metadata of a wheel."""
+    parts = Path(importlib.util.find_spec(f"{PACKAGE}.common").origin).parent.parent
+    places = [parts / "LICENSE"]
+    with suppress(importlib.metadata.PackageNotFoundError):
+        installed = importlib.metadata.distribution("llava-norm-align")
+        places += [Path(installed.locate_file(file)) for file in installed.files or [] if file.name == "LICENSE"]
+    for place in places:
+        if place.is_file():
+            return place
+    raise InputError(
+        f"The LICENSE of llava-norm-align is neither in {parts} nor in the metadata of an installed package, and the "
+        "source may not be passed on without it. Install the package anew."
+    )
+
+
+def _readme(space_id: str, models: Sequence[str], base: str | None, license: str, gradio: str) -> str:
     import yaml  # comes with huggingface_hub
 
     title = space_id.rpartition("/")[2]
@@ -106,10 +125,10 @@ def _readme(space_id: str, models: Sequence[str], base: str | None, license: str
         "colorTo": "yellow",
         "sdk": "gradio",
         "sdk_version": gradio,
-        "python_version": f"{sys.version_info.major}.{sys.version_info.minor}",
+        "python_version": PYTHON,
         "app_file": "app.py",
         "pinned": False,
-        **({"license": license} if license else {}),
+        "license": license,
         "models": list(models),
         "short_description": "A LLaVA with norm-aligned visual tokens",
     }

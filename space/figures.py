@@ -23,7 +23,7 @@ COLOURS = {
 }
 MAP_HEIGHT = 2.9  # inches
 PIXELS = 120  # of an inch on a wide page
-PALE = 150  # the darkest grey of a picture under a map, of 255
+PALE = 0.6  # share of white in a picture under a map
 _numbers = itertools.count()
 
 
@@ -83,7 +83,7 @@ def draw_maps(results: list[dict[str, Any]], names: list[str], parts: list[Image
     colours = _see_through(plots.KINDS["text"][0])
     grid = figure.subplots(1, len(found), squeeze=False)[0]
     for axes, (name, values, part) in zip(grid, found, strict=True):
-        picture = part.convert("L").point(lambda grey: PALE + grey * (255 - PALE) // 255).convert("RGB")
+        picture = Image.blend(part.convert("RGB"), Image.new("RGB", part.size, "white"), PALE)
         picture.thumbnail((320, 320))
         width, height = picture.size
         axes.imshow(picture)

@@ -11,11 +11,12 @@ from llava_norm_align.common.errors import InputError
 from llava_norm_align.common.images import MAX_ASPECT, open_image
 from llava_norm_align.common.prompts import image_token
 
-MAX_BYTES = 10_000_000
+MAX_BYTES = 10 * 2**20  # "10 MB", as Gradio counts them, too
 MAX_PIXELS = 25_000_000  # a decoded one takes 75 MB
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_QUESTION = 1000  # characters
 MAX_TEMPERATURE = 2.0
+MIN_TEMPERATURE = 0.01  # below, 0 is meant: dividing by less overflows, and chance is gone long before
 NOT_READABLE = "The picture cannot be read; send a whole PNG, JPEG, WebP, GIF or BMP file."
 
 
@@ -42,7 +43,7 @@ def picture_size(path: str) -> tuple[int, int]:
     if not os.path.isfile(path):
         raise Refused("The picture is no longer here; add it again.")
     if os.path.getsize(path) > MAX_BYTES:
-        raise Refused(f"The picture has more than {MAX_BYTES // 1_000_000} MB; send a smaller one.")
+        raise Refused(f"The picture has more than {MAX_BYTES // 2**20} MB; send a smaller one.")
     too_many = f"The picture has more than {MAX_PIXELS // 1_000_000} million pixels; send a smaller one."
     try:
         with warnings.catch_warnings():
@@ -84,10 +85,11 @@ def check_tokens(processor: ProcessorMixin, question: str) -> None:
 
 
 def check_sampling(max_new_tokens: float | None, temperature: float | None, most: int) -> tuple[int, float]:
-    """Refused unless 1 <= max_new_tokens <= `most` and 0 <= temperature <= MAX_TEMPERATURE."""
+    """The numbers. Refused unless 1 <= max_new_tokens <= `most` and 0 <= temperature <= MAX_TEMPERATURE."""
+    # The page's sliders check both as well, but NaN passes them, and the desk is called without Gradio, too.
     numbers = [isinstance(value, (int, float)) for value in (max_new_tokens, temperature)]
     if not numbers[0] or not 1 <= max_new_tokens <= most:
         raise Refused(f"The most tokens must be a number from 1 to {most}.")
     if not numbers[1] or not 0 <= temperature <= MAX_TEMPERATURE:
         raise Refused(f"The temperature must be a number from 0 to {MAX_TEMPERATURE:g}.")
-    return int(max_new_tokens), float(temperature)
+    return int(max_new_tokens), float(temperature) if temperature >= MIN_TEMPERATURE else 0.0

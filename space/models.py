@@ -21,11 +21,12 @@ from llava_norm_align.common.loading import (
     resolve_weights,
 )
 from llava_norm_align.common.results import FOLDER
+from llava_norm_align.common.revisions import split_revision
 from llava_norm_align.common.weights import read_json
 from llava_norm_align.diagnosis.formats import find
 from llava_norm_align.modeling.families import FAMILIES
 from llava_norm_align.space.defaults import default_models
-from llava_norm_align.space.settings import ALIGNED, BASE, Settings, split_revision
+from llava_norm_align.space.settings import ALIGNED, BASE, Settings
 
 ALIGNED_TYPES = {f"{family}_norm_align" for family in FAMILIES}
 MICRO_NAMES = ("micro-LLaVA", "micro-LLaVA with a norm")  # stock, norm-aligned

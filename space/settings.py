@@ -64,16 +64,6 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.
     )
 
 
-def split_revision(model: str) -> tuple[str, str | None]:
-    """ID@REVISION as (ID, REVISION); a folder is taken as it is."""
-    if "@" not in model or os.path.isdir(model):
-        return model, None
-    name, _, revision = model.rpartition("@")
-    if not name or not revision:
-        raise InputError(f"{model} names no model or no revision. Write ID@REVISION, or the ID alone.")
-    return name, revision
-
-
 def _whole_number(option: str, text: str | None, default: int) -> int:
     if not text:
         return default

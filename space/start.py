@@ -24,7 +24,31 @@ def main() -> None:
 def serve(settings: Settings, echo: Callable[[str], None]) -> None:
     """Serve the page until the process is ended. InputError for models that cannot be shown, or a port in use."""
     started = time.perf_counter()
-    prepare_environment()
+    free_port(os.environ.get(PORT))  # said now, not when the models are loaded
+    uploads = prepare_environment()
+    try:
+        page = launch(load_desk(settings, echo))
+        echo(f"The page is at {page.local_url} ({time.perf_counter() - started:.1f} s). End it with Ctrl-C.")
+        page.block_thread()
+    finally:
+        shutil.rmtree(uploads, ignore_errors=True)
+
+
+def prepare_environment() -> str:
+    """What Gradio reads from the environment when it is imported: no statistics sent, uploads in a folder of ours.
+
+    The folder is returned.
+    """
+    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
+    os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+    if not os.environ.get(PORT):
+        os.environ.pop(PORT, None)  # an empty one is no number to Gradio
+    os.environ["GRADIO_TEMP_DIR"] = tempfile.mkdtemp(prefix="llava-norm-align-")  # for this user alone
+    return os.environ["GRADIO_TEMP_DIR"]
+
+
+def load_desk(settings: Settings, echo: Callable[[str], None]) -> Any:
+    """The desk with its models. InputError if a package is missing, or a model cannot be shown."""
     try:
         import gradio  # noqa: F401
         import matplotlib  # noqa: F401
@@ -33,35 +57,23 @@ def serve(settings: Settings, echo: Callable[[str], None]) -> None:
     from llava_norm_align.space.desk import Desk
     from llava_norm_align.space.models import load_models
 
-    desk = Desk(load_models(settings, echo), settings)
-    uploads = os.environ["GRADIO_TEMP_DIR"]
-    try:
-        page = launch(desk)
-        echo(f"The page is at {page.local_url} ({time.perf_counter() - started:.1f} s). End it with Ctrl-C.")
-        page.block_thread()
-    finally:
-        shutil.rmtree(uploads, ignore_errors=True)
-
-
-def prepare_environment() -> None:
-    """What Gradio reads from the environment when it is imported: no statistics sent, uploads in a folder of ours."""
-    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
-    os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
-    os.environ["GRADIO_TEMP_DIR"] = tempfile.mkdtemp(prefix="llava-norm-align-")  # for this user alone
+    return Desk(load_models(settings, echo), settings)
 
 
 def launch(desk: Any) -> Any:
     """Start the server in the background; the page, with its address."""
     from starlette.middleware import Middleware
 
-    from llava_norm_align.space.guard import NoAddresses
     from llava_norm_align.space.limits import MAX_BYTES
+    from llava_norm_align.space.middleware import Doorkeeper
     from llava_norm_align.space.page import build_page
     from llava_norm_align.space.theme import CSS, theme
 
     port = free_port(os.environ.get(PORT))
     address = os.environ.get("SPACE_ID") or f"http://127.0.0.1:{port}"  # what gradio_client takes
-    page = build_page(desk, address).queue(max_size=desk.settings.queue, default_concurrency_limit=4)
+    page = build_page(desk, address)
+    # Not api_open: what has a queue cannot be called past it. What the page calls without a queue still works.
+    page.queue(max_size=desk.settings.queue, default_concurrency_limit=4, api_open=False)
     try:
         page.launch(
             server_port=port,
@@ -77,7 +89,7 @@ def launch(desk: Any) -> Any:
             footer_links=["settings"],
             max_file_size=MAX_BYTES,
             prevent_thread_lock=True,
-            app_kwargs={"middleware": [Middleware(NoAddresses)]},
+            app_kwargs={"middleware": [Middleware(Doorkeeper)]},
         )
     except OSError as error:
         raise InputError(

@@ -24,6 +24,10 @@ CSS = """
 #see-top .words {flex: 1 1 280px;}
 .words li {margin: .2rem 0;}
 .quiet {color: var(--quiet) !important; font-size: .9rem; line-height: 1.45;}
+.dark button[role=tab][aria-selected=true] {color: #38bdf8 !important; border-color: #38bdf8 !important;}
+#examples td {padding: .2rem .4rem !important;}
+#examples td div:has(> img) {width: 48px !important; height: 48px !important; margin: 0 auto;}
+#examples td img {width: 100% !important; height: 100% !important; object-fit: cover;}
 .hint {padding: 1.5rem 0; font-size: 1.05rem;}
 .seen {display: flex; align-items: center; gap: .7rem; margin: 0 0 .6rem;}
 .seen img {width: 56px; height: 56px; object-fit: cover; border-radius: 4px;}

@@ -181,7 +181,9 @@ def release(
         Path | None, typer.Argument(metavar="FOLDER", readable=False, help="A norm-aligned model folder.")
     ] = None,
     repo_id: Annotated[str | None, typer.Argument(metavar="USER/NAME", help="Where it goes on the Hub.")] = None,
-    license: Annotated[str | None, typer.Option(help="Such as apache-2.0; default: that of the base's card.")] = None,
+    license: Annotated[
+        str | None, typer.Option(help="Such as apache-2.0; default: that of the base's card; of --space, apache-2.0.")
+    ] = None,
     base_model: Annotated[str | None, typer.Option(help="The Hub id of the model that it was made of.")] = None,
     language: Annotated[list[str] | None, typer.Option(help="Code such as en; may be repeated.")] = None,
     pythons: Annotated[

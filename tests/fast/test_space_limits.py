@@ -99,6 +99,9 @@ def test_signs_that_are_no_text_are_refused(question):
 
 def test_sampling():
     assert check_sampling(8.0, 0, 16) == (8, 0.0)
+    assert check_sampling(1, 0.01, 16) == (1, 0.01)
+    for tiny_one in (0.009, 1e-42, 5e-324):  # to divide by them would overflow
+        assert check_sampling(1, tiny_one, 16) == (1, 0.0)
     nan = float("nan")
     for tokens, temperature in (
         (0, 0),

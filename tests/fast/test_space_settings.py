@@ -9,9 +9,10 @@ import pytest
 pytest.importorskip("gradio")
 
 from llava_norm_align.common.errors import InputError
+from llava_norm_align.common.revisions import split_revision
 from llava_norm_align.space import models
 from llava_norm_align.space.models import find_models, training
-from llava_norm_align.space.settings import Settings, read_settings, split_revision
+from llava_norm_align.space.settings import Settings, read_settings
 from tests.helpers import space
 
 

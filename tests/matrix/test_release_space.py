@@ -1,21 +1,24 @@
-"""A Space over real HTTP: what its folder holds, that it imports alone, and what is refused."""
+"""A Space over real HTTP: what its folder holds, that it imports alone, a second run, and what is refused."""
 
 import json
 import os
+import re
 import subprocess
 import sys
+import zipfile
 
 import pytest
 import yaml
 
 pytest.importorskip("gradio")
 
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, SpaceCardData
 
-from llava_norm_align.common.errors import InputError
+from llava_norm_align.common.errors import CheckFailed, InputError
 from llava_norm_align.release.space import release_space
 from llava_norm_align.release.upload import Target
-from tests.helpers import hub, lines
+from tests.helpers import hub, install, lines
+from tests.helpers.hub_cards import COLORS
 from tests.helpers.hub_release import in_process, release, write_folder
 from tests.matrix.test_release import program
 
@@ -25,6 +28,8 @@ import llava_norm_align
 import llava_norm_align.space.page, llava_norm_align.space.start
 print(json.dumps([sys.modules[name].__file__ for name in sys.modules if name.startswith("llava_norm_align.")]))
 """
+LICENSE = "llava_norm_align/LICENSE"
+SAME = "No files have been modified"  # a warning of huggingface_hub's
 
 
 @pytest.fixture
@@ -47,17 +52,26 @@ def model(server, tmp_path):
     return f"me/x@{release(server, write_folder(tmp_path / 'model')).commit}"
 
 
-def test_the_space_is_there_and_imports_alone(server, model, tmp_path):
-    result, said = put_up(server, model=model, base="me/x", license="apache-2.0")
+@pytest.fixture
+def base(server, tmp_path):
+    """A stock model on the Hub."""
+    release(server, write_folder(tmp_path / "base", model_type="llava"), "me/base")
+    return "me/base"
+
+
+def test_the_space_is_there_and_imports_alone(server, model, base, tmp_path):
+    result, said = put_up(server, model=model, base=base)
     repository = server.repositories["space", "me/show"]
     assert repository.private and result["url"] == f"{server.address}/spaces/me/show"
     assert any("is private" in line for line in said)
     files = server.files("me/show", type="space")
     assert set(result["files"]) == set(files) - {".gitattributes"}
+    assert files[LICENSE] == (lines.ROOT / "LICENSE").read_bytes()
     front = yaml.safe_load(files["README.md"].decode().split("---\n")[1])
-    assert front["sdk"] == "gradio" and front["models"] == ["me/x", "me/x"] and front["license"] == "apache-2.0"
+    assert front["models"] == ["me/x", "me/base"] and front["license"] == "apache-2.0"
     pins = dict(line.split("==") for line in files["requirements.txt"].decode().split())
     assert pins["gradio"] == front["sdk_version"] and "llava-norm-align" not in pins and "+" not in pins["torch"]
+    assert {"easy-vqa", "scikit-image"} <= set(pins)  # of the examples
     assert f'"LLAVA_NORM_ALIGN_ALIGNED", "{model}"'.encode() in files["app.py"]
     assert not [name for name in files if name.endswith((".safetensors", ".pyc"))]
 
@@ -69,9 +83,65 @@ def test_the_space_is_there_and_imports_alone(server, model, tmp_path):
     found = json.loads(out.splitlines()[-1])
     assert len(found) > 30 and all(file.startswith(str(tmp_path / "space" / "llava_norm_align")) for file in found)
 
+
+def test_the_front_matter_is_one_that_the_hub_takes(server, model):
+    """The fields of https://huggingface.co/docs/hub/spaces-config-reference, and of huggingface_hub."""
+    put_up(server, model=model, license="MIT")
+    front = yaml.safe_load(server.files("me/show", type="space")["README.md"].decode().split("---\n")[1])
+    known = {"title", "emoji", "colorFrom", "colorTo", "sdk", "sdk_version", "python_version", "app_file", "pinned"}
+    assert set(front) == known | {"license", "models", "short_description"}
+    assert SpaceCardData(**front).to_dict() == front
+    assert front["license"] == "mit" and front["sdk"] == "gradio" and front["app_file"] == "app.py"
+    assert {front["colorFrom"], front["colorTo"]} <= set(COLORS) and len(front["short_description"]) <= 60
+    texts = set(front) - {"pinned", "models"}
+    assert all(isinstance(front[name], str) for name in texts) and re.fullmatch(r"3\.\d+", front["python_version"])
+
+
+def test_a_second_run_says_what_changed(server, model, base, tmp_path):
+    first, said = put_up(server, model=model, base=base)
+    assert "Created the Space me/show (private)" in said and not any("is there" in line for line in said)
     titles = server.titles("me/show", type="space")
-    put_up(server, model=model, base="me/x", license="apache-2.0")  # nothing changed, so no commit
-    assert server.titles("me/show", type="space") == titles
+    again, said = put_up(server, model=model, base=base)
+    assert again["commit"] == first["commit"] and server.titles("me/show", type="space") == titles
+    assert "The Space me/show is there, private, and stays so" in said
+    assert "nothing to upload, so there is no new commit" in said[-1]
+    words = ("release", "--space", "me/show", "--model", model, "--base", base)
+    code, out, err = program(server, tmp_path, *words)
+    assert code == 0 and "nothing to upload" in out and SAME not in out + err
+
+    server.repositories["space", "me/show"].private = False
+    api = HfApi(endpoint=server.address, token="hf_write")
+    old = {"path_or_fileobj": b"old = True", "repo_id": "me/show", "repo_type": "space"}
+    api.upload_file(path_in_repo="llava_norm_align/old.py", **old)
+    api.upload_file(path_in_repo="mine.txt", **old)
+    changed, said = put_up(server, model=model, base=base)
+    files = server.files("me/show", type="space")
+    assert changed["commit"] != first["commit"] and "mine.txt" in files and "llava_norm_align/old.py" not in files
+    assert "The Space me/show is there, public, and stays so" in said
+
+
+def test_a_file_that_did_not_arrive_is_told(server, model, monkeypatch):
+    upload = HfApi.upload_folder
+    short = {"ignore_patterns": "llava_norm_align/space/words.py"}
+    monkeypatch.setattr(HfApi, "upload_folder", lambda self, **options: upload(self, **options, **short))
+    with pytest.raises(CheckFailed, match=r"me/show lacks llava_norm_align/space/words\.py"):
+        put_up(server, model=model)
+
+
+def test_the_license_is_found_in_an_installed_wheel(tmp_path):
+    install.copy_checkout(install.listed_files(), tmp_path / "clone")
+    wheel = install.build(tmp_path / "clone", tmp_path / "wheels")["wheel"]
+    environment = install.Environment(tmp_path / "environment")
+    environment.install("--no-deps", "--no-index", wheel)
+    environment.see_dependencies()
+    code = "import sys; from llava_norm_align.release.space_folder import license_text; print(license_text())"
+    found = install.run([environment.python, "-c", code], tmp_path).split()[-1]
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith("/LICENSE")]
+    assert found == str(environment.site / name)
+    os.remove(found)
+    with pytest.raises(AssertionError, match="InputError: The LICENSE of llava-norm-align is neither in"):
+        install.run([environment.python, "-c", code], tmp_path)
 
 
 def test_what_is_refused(server, model, tmp_path):
@@ -79,12 +149,12 @@ def test_what_is_refused(server, model, tmp_path):
         with pytest.raises(InputError, match=message):
             put_up(server, *words, **options)
 
-    refused("no model on the Hub", model=str(tmp_path))
-    refused("The Hub has no model me/none", model="me/none")
     refused("not under a name", name="stranger/show", model=model)
     refused("may only read", token="hf_read", model=model)
     refused("token", token=False, model=model)
     refused("is there already", model=model, out=tmp_path)
+    refused("--license is 'nonsense', which is none of the Hub's identifiers", model=model, license="nonsense")
+    refused("--license is '', which is none", model=model, license="")
     assert ("space", "me/show") not in server.repositories
     server.fault("POST .*/repos/create", status=402)
     refused("402.*plan", model=model)
@@ -96,6 +166,11 @@ def test_what_is_refused(server, model, tmp_path):
     api.create_repo("me/show", repo_type="space", space_sdk="gradio")
     api.upload_file(path_or_fileobj=b"print()", path_in_repo="app.py", repo_id="me/show", repo_type="space")
     refused("holds another page.*--overwrite", model=model)
+    server.repositories["space", "me/show"].private = True
+    refused(
+        "me/show is there and private, and --public counts for a new one", model=model, overwrite=True, public=True
+    )
+    server.repositories["space", "me/show"].private = False
     put_up(server, model=model, overwrite=True)
     assert b"llava_norm_align" in server.files("me/show", type="space")["app.py"]
 

@@ -170,7 +170,7 @@ def test_fifty_megabytes_are_not_taken(address, tmp_path):
     (tmp_path / "big.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(50_000_000))
     answered = space.upload(address, tmp_path / "big.png")
     assert answered.status_code == 413
-    assert answered.text == "File size exceeded maximum allowed size of 10000000 bytes."
+    assert answered.text == "File size exceeded maximum allowed size of 10485760 bytes."
 
 
 def test_the_page_asks_no_other_host(address):
@@ -208,7 +208,7 @@ def test_what_cannot_start_says_so(root, tmp_path):
     said, code = space.start_fails(
         LLAVA_NORM_ALIGN_BASE=str(root / "base"), LLAVA_NORM_ALIGN_ALIGNED=str(root / "base")
     )
-    assert code == 2 and "which has no norm after its projector" in said
+    assert code == 2 and "a llava without a norm after its projector" in said
     with space.served(root) as (address, _):
         port = address.rpartition(":")[2]
         said, code = space.start_fails("--base", root / "base", GRADIO_SERVER_PORT=port)
