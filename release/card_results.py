@@ -14,7 +14,7 @@ from llava_norm_align.common.results import FOLDER, SCHEMA_VERSION, weights_sha2
 from llava_norm_align.common.weights import read_json, read_weights
 from llava_norm_align.conversion.projector_file import NORM, read_values
 from llava_norm_align.diagnosis.formats import escape, find, find_list, printable, shorten
-from llava_norm_align.modeling.families import FAMILIES
+from llava_norm_align.modeling.families import ALIGNED_TYPES
 
 FILES = {  # attribute of Results: file, and who writes it
     "calibration": ("calibration.json", "convert"),
@@ -59,7 +59,7 @@ class Results:
 def read_results(folder: Path) -> Results:
     """The result files of the norm-aligned model in `folder`. InputError for a broken file, or for another model."""
     config = load_config(folder)
-    if config["model_type"] not in [f"{family}_norm_align" for family in FAMILIES]:
+    if config["model_type"] not in ALIGNED_TYPES:
         raise InputError(
             f"{folder} is a {config['model_type']}, but a norm-aligned model was expected, as convert and train write "
             "it. Name the folder of one."

@@ -14,47 +14,33 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from llava_norm_align.common.errors import InputError
 from llava_norm_align.common.revisions import split_revision
 from llava_norm_align.common.weights import INDEX_FILE, PICKLED_FILE, PICKLED_INDEX_FILE, SINGLE_FILE
-from llava_norm_align.modeling.families import FAMILIES
+from llava_norm_align.modeling.families import has_norm
 from llava_norm_align.release.card_license import is_hub_id
 from llava_norm_align.release.upload_errors import UNTOUCHED, patiently
 
 WEIGHTS = (SINGLE_FILE, INDEX_FILE, PICKLED_FILE, PICKLED_INDEX_FILE)  # one of which transformers starts with
 CONFIG = "config.json"
-ALIGNED_TYPES = [f"{family}_norm_align" for family in FAMILIES]
 
 
 def check_model_names(model: str, base: str | None) -> None:
-    """InputError unless both have the form ID or ID@REVISION and name two things."""
+    """InputError unless both have the form ID or ID@REVISION."""
     for name in filter(None, (model, base)):
         if not is_hub_id(split_revision(name)[0]):
             raise InputError(
                 f"{name!r} is no model on the Hub. Name it user/name or user/name@COMMIT; release it first."
             )
-    if model == base:
-        raise _same(model)
 
 
 def check_models(api: HfApi, model: str, base: str | None, echo: Callable[[str], Any]) -> None:
     """Ask the Hub for the norm-aligned `model` and for `base`. InputError if the page could not show them."""
-    commits = []
     for option, name in (("--model", model), ("--base", base)):
         if name is not None:
             info = _find(api, option, name, echo)
             _check_files(option, name, info)
-            _check_type(option, name, _model_type(api, info, echo))
-            commits.append((info.id, info.sha))
+            _check_type(option, name, _read_config(api, info, echo))
             if info.private or info.gated:
                 kind = "private" if info.private else "gated"
                 echo(f"Note: {info.id} is {kind}: the Space needs a token of its own (secret HF_TOKEN) to read it")
-    if len(commits) != len(set(commits)):
-        raise _same(f"{model}, which is {base}")
-
-
-def _same(name: str) -> InputError:
-    return InputError(
-        f"--model and --base are both {name}, but the page compares two models. Name another --base, or leave it out "
-        f"to show the model alone. {UNTOUCHED}"
-    )
 
 
 def _find(api: HfApi, option: str, name: str, echo: Callable[[str], Any]) -> ModelInfo:
@@ -83,8 +69,8 @@ def _check_files(option: str, name: str, info: ModelInfo) -> None:
         )
 
 
-def _model_type(api: HfApi, info: ModelInfo, echo: Callable[[str], Any]) -> str | None:
-    """What config.json says; None if it says nothing."""
+def _read_config(api: HfApi, info: ModelInfo, echo: Callable[[str], Any]) -> dict[str, Any]:
+    """What config.json says; empty if that is no config."""
     with tempfile.TemporaryDirectory() as folder:
         options = {"revision": info.sha, "local_dir": folder}
         try:
@@ -96,18 +82,23 @@ def _model_type(api: HfApi, info: ModelInfo, echo: Callable[[str], Any]) -> str 
             ) from None
         text = Path(path).read_text(errors="replace")
     try:
-        found = json.loads(text)["model_type"]
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return None
-    return found if isinstance(found, str) else None
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) and isinstance(found.get("model_type"), str) else {}
 
 
-def _check_type(option: str, name: str, kind: str | None) -> None:
-    if option == "--model" and kind not in ALIGNED_TYPES:
+def _check_type(option: str, name: str, config: dict[str, Any]) -> None:
+    kind = config.get("model_type")
+    if option == "--model" and not has_norm(config):
         raise InputError(
-            f"--model {name} has the model type {kind} in its config.json, but a norm-aligned one was expected "
-            f"({', '.join(ALIGNED_TYPES)}). Convert it with `llava-norm-align convert` and release the result. "
-            f"{UNTOUCHED}"
+            f"--model {name} is a {kind} without a norm after its projector, by its config.json, but a norm-aligned "
+            f"one was expected. Convert it with `llava-norm-align convert` and release the result. {UNTOUCHED}"
+        )
+    if option == "--base" and has_norm(config):
+        raise InputError(
+            f"--base {name} has a norm after its projector, by its config.json, but a model without one was expected, "
+            f"such as what --model was made of. {UNTOUCHED}"
         )
     known = kind in CONFIG_MAPPING and CONFIG_MAPPING[kind] in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     if not known:

@@ -24,11 +24,10 @@ from llava_norm_align.common.results import FOLDER
 from llava_norm_align.common.revisions import split_revision
 from llava_norm_align.common.weights import read_json
 from llava_norm_align.diagnosis.formats import find
-from llava_norm_align.modeling.families import FAMILIES
+from llava_norm_align.modeling.families import has_norm
 from llava_norm_align.space.defaults import default_models
 from llava_norm_align.space.settings import ALIGNED, BASE, Settings
 
-ALIGNED_TYPES = {f"{family}_norm_align" for family in FAMILIES}
 MICRO_NAMES = ("micro-LLaVA", "micro-LLaVA with a norm")  # stock, norm-aligned
 
 
@@ -61,8 +60,7 @@ class _Found:
 
     @property
     def aligned(self) -> bool:
-        """Whether a norm stands after the projector: not so in a control, which is trained without one."""
-        return self.config["model_type"] in ALIGNED_TYPES and self.config.get("norm_align_type") != "none"
+        return has_norm(self.config)
 
 
 def load_models(settings: Settings, echo: Callable[[str], None] = lambda line: None) -> list[Shown]:

@@ -100,7 +100,7 @@ the text so far, many times; the last is the answer |
 
 Pictures are uploaded files (PNG, JPEG, WebP, GIF or BMP; at most {megabytes} MB and {megapixels} million pixels);
 addresses are not fetched. Questions have at most {characters} characters. One request runs at a time, {queue} may
-wait, and more are turned away. Pictures are deleted after an hour; no question and no answer is stored on the server.
+wait, and more are turned away. Pictures are deleted after an hour, and questions and answers when the page is closed.
 """
 
 

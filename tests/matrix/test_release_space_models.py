@@ -17,6 +17,8 @@ from tests.matrix.test_release_space import put_up, server
 __all__ = ["server"]
 CONFIGS = {  # of the repositories below
     "me/x": CONFIG,
+    "me/two": CONFIG | {"text_config": {}},
+    "me/control": CONFIG | {"norm_align_type": "none"},
     "me/llava": {"model_type": "llava"},
     "me/qwen": {"model_type": "qwen2_5_vl"},
     "me/gpt": {"model_type": "gpt2"},
@@ -81,13 +83,16 @@ def test_a_model_or_revision_that_is_not_there_is_named(server, commits):
         (
             "model",
             "me/llava",
-            "--model me/llava has the model type llava .* norm-aligned one was expected .*llava_norm_al",
+            "--model me/llava is a llava without a norm .* norm-aligned one was expected",
         ),
-        ("model", "me/x@stock", "--model me/x@stock has the model type llava .* `llava-norm-align convert`"),
-        ("model", "me/untyped", "model type None"),
+        ("model", "me/x@stock", "--model me/x@stock is a llava .* `llava-norm-align convert`"),
+        ("model", "me/untyped", "is a None without a norm"),
         ("base", "me/gpt", "--base me/gpt has the model type gpt2 .* vision-language"),
         ("base", "me/own", "--base me/own has the model type my_vlm"),
         ("base", "me/list", "model type None"),
+        ("base", "me/x", "--base me/x has a norm after its projector"),
+        ("base", "me/two", "--base me/two has a norm after its projector"),
+        ("model", "me/control", "--model me/control is a llava_norm_align without a norm"),
     ],
 )
 def test_models_that_the_page_cannot_show_are_refused(server, commits, option, value, message):
@@ -109,10 +114,7 @@ def test_a_gated_model_is_told(server, api, commits):
         put_up(server, "stranger/show", token="hf_other", base="me/llava")
 
 
-def test_one_model_twice_is_refused(server, commits):
-    """By name, or as two names of one commit."""
-    refused(server, "--model and --base are both me/x, but", base="me/x")
-    refused(server, "--model and --base are both me/x, which is me/x@", base=f"me/x@{commits['me/x']}")
+def test_two_revisions_of_one_model_are_shown(server, commits):
     put_up(server, model="me/x", base="me/x@stock")
     front = yaml.safe_load(server.files("me/show", type="space")["README.md"].decode().split("---\n")[1])
     assert front["models"] == ["me/x"]
