@@ -128,9 +128,10 @@ def _find_space(api: HfApi, target: Target, echo: Callable[[str], Any]) -> Space
     echo(f"The Space {target.repo_id} is there, {visibility(info.private)}, and stays so")
     with tempfile.TemporaryDirectory() as folder:
         try:
-            readme = Path(
-                api.hf_hub_download(target.repo_id, "README.md", repo_type=TYPE, local_dir=folder)
-            ).read_text()
+            path = patiently(
+                api.hf_hub_download, target.repo_id, "README.md", echo=echo, repo_type=TYPE, local_dir=folder
+            )
+            readme = Path(path).read_text(errors="replace")
         except EntryNotFoundError:
             readme = ""
     if MARK not in readme and not target.overwrite:

@@ -55,8 +55,8 @@ Models: {models}
 """
 
 
-def write_space(folder: Path, space_id: str, model: str, base: str | None = None, license: str = LICENSE) -> list[str]:
-    """Write the Space `space_id` into the empty `folder`; returns the models' Hub ids.
+def write_space(folder: Path, space_id: str, model: str, base: str | None = None, license: str = LICENSE) -> None:
+    """Write the Space `space_id` into the empty `folder`.
 
     `model` and `base`: Hub ids, of a fixed revision as ID@REVISION. `license`: an identifier of the Hub's.
     InputError if a package that the page needs is not installed here, as its version is not known then, or if the text
@@ -71,7 +71,6 @@ def write_space(folder: Path, space_id: str, model: str, base: str | None = None
     write_text(folder / "README.md", _readme(space_id, models, base, license, pins["gradio"]))
     copy_source(folder / PACKAGE)
     shutil.copyfile(license_text(), folder / PACKAGE / "LICENSE")
-    return models
 
 
 def pinned(names: Sequence[str]) -> dict[str, str]:

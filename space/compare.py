@@ -23,6 +23,7 @@ NO_TRAINING = (
     "afterwards changes its answers, and mostly for the worse."
 )
 UNREADABLE = "The result files in the model's folder cannot be read. `llava-norm-align doctor` looks at them."
+TITLE = "<h3>Training</h3>"
 LINKS = ("How it was measured: [", "The numbers: [")  # of a card, to files beside it
 
 
@@ -51,7 +52,7 @@ def curves(results: Results) -> str:
     """The training's curves as HTML, or why there are none."""
     figure = draw_curves((results.training or {}).get("history") or [])
     if figure is None:
-        return f"<p>{NO_TRAINING}</p>"
+        return f"{TITLE}<p>{NO_TRAINING}</p>"
     steps = int(results.training["steps"])
     caption = f"{steps} steps: loss; norms where tokens enter the language model; the norm layer; gradients by part."
-    return f"<p class='quiet'>{caption}</p>{svg(figure, 'Curves of the training: loss, norms, gradients')}"
+    return f"{TITLE}<p class='quiet'>{caption}</p>{svg(figure, 'Curves of the training: loss, norms, gradients')}"

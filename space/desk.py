@@ -4,7 +4,7 @@ import base64
 import io
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -31,6 +31,34 @@ class Asked:
     question: str
     max_new_tokens: int
     temperature: float
+
+
+@dataclass
+class Visit:
+    """What the server keeps of one visitor, in memory."""
+
+    asked: Asked | None = None  # the last question
+    entries: list[dict] = field(default_factory=list)  # the answered ones, the oldest first
+    ends: int = 0  # presses of Stop and Clear, each of which ends the answer that runs
+
+    def keep(self, answers: Sequence[str]) -> None:
+        """Remember the last question with `answers`, unless it was stopped before the first word.
+
+        In place of the one before, if that was the same question about the same picture.
+        """
+        if self.asked is None or not any(answers):
+            return
+        entry = {"question": self.asked.question, "answers": list(answers), "picture": self.asked.small}
+        if self.entries and all(self.entries[-1][key] == entry[key] for key in ("question", "picture")):
+            self.entries.pop()
+        self.entries = [*self.entries, entry][-REMEMBERED:]
+
+    def stop(self) -> None:
+        self.ends += 1
+
+    def clear(self) -> None:
+        self.asked, self.entries = None, []
+        self.ends += 1
 
 
 class Desk:
@@ -101,19 +129,6 @@ class Desk:
                 "characters": limits.MAX_QUESTION,
             },
         }
-
-
-def remember(entries: list[dict], asked: Asked, answers: Sequence[str]) -> list[dict]:
-    """The visitor's questions with this one, unless it was stopped before the first word.
-
-    In place of the last one, if that was the same question about the same picture.
-    """
-    if not any(answers):
-        return entries
-    entry = {"question": asked.question, "answers": list(answers), "picture": asked.small}
-    if entries and all(entries[-1][key] == entry[key] for key in ("question", "picture")):
-        entries = entries[:-1]
-    return [*entries, entry][-REMEMBERED:]
 
 
 def thumbnail(image: Image.Image) -> str:

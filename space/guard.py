@@ -12,11 +12,11 @@ from gradio.exceptions import Error
 from gradio.utils import get_upload_folder
 
 from llava_norm_align.common.loading import out_of_memory
-from llava_norm_align.space.limits import Refused, picture_size
+from llava_norm_align.space.limits import Refused, check_picture
 
 NOT_READ = "The request cannot be read; reload the page, then try again."
 UPLOADED_ONLY = "Pictures are taken as uploaded files only, not as addresses or paths; upload the file."
-NO_MEMORY = "The memory of the device does not suffice for this; lower the most tokens, or use a smaller picture."
+NO_MEMORY = "The memory of the device does not suffice for this; ask for a shorter answer, or use a smaller picture."
 FAILED = "Something failed on the server, and its log says what; try again."
 
 PLAIN = (str, int, float, type(None))
@@ -84,4 +84,4 @@ def check_upload(value: Any, folder: str) -> None:
     path = value.get("path")
     if not isinstance(path, str) or not Path(path).resolve().is_relative_to(Path(folder).resolve()):
         raise Refused(UPLOADED_ONLY)
-    picture_size(path)
+    check_picture(path)

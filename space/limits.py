@@ -28,15 +28,15 @@ def open_picture(path: str | None) -> Image.Image:
     """The picture that a visitor sent, in RGB and upright. Refused if there is none, or if it is beyond the limits."""
     if path is None:
         raise Refused("There is no picture; add one, then ask again.")
-    picture_size(path)
+    check_picture(path)
     try:
         return open_image(Path(path))
     except InputError:
         raise Refused(NOT_READABLE) from None
 
 
-def picture_size(path: str) -> tuple[int, int]:
-    """Width and height by the file's header. Refused beyond the limits, and for other formats than FORMATS.
+def check_picture(path: str) -> None:
+    """Refused beyond the limits, by the file's header, and for other formats than FORMATS.
 
     No decoder of another format is tried.
     """
@@ -58,7 +58,6 @@ def picture_size(path: str) -> tuple[int, int]:
         raise Refused(too_many)
     if max(width, height) > MAX_ASPECT * min(width, height):
         raise Refused(f"One side of the picture is more than {MAX_ASPECT} times the other; crop it.")
-    return width, height
 
 
 def check_question(question: str | None) -> str:
@@ -87,9 +86,8 @@ def check_tokens(processor: ProcessorMixin, question: str) -> None:
 def check_sampling(max_new_tokens: float | None, temperature: float | None, most: int) -> tuple[int, float]:
     """The numbers. Refused unless 1 <= max_new_tokens <= `most` and 0 <= temperature <= MAX_TEMPERATURE."""
     # The page's sliders check both as well, but NaN passes them, and the desk is called without Gradio, too.
-    numbers = [isinstance(value, (int, float)) for value in (max_new_tokens, temperature)]
-    if not numbers[0] or not 1 <= max_new_tokens <= most:
-        raise Refused(f"The most tokens must be a number from 1 to {most}.")
-    if not numbers[1] or not 0 <= temperature <= MAX_TEMPERATURE:
+    if not isinstance(max_new_tokens, (int, float)) or not 1 <= max_new_tokens <= most:
+        raise Refused(f"The longest answer must have a number of tokens from 1 to {most}.")
+    if not isinstance(temperature, (int, float)) or not 0 <= temperature <= MAX_TEMPERATURE:
         raise Refused(f"The temperature must be a number from 0 to {MAX_TEMPERATURE:g}.")
     return int(max_new_tokens), float(temperature) if temperature >= MIN_TEMPERATURE else 0.0

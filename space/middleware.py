@@ -7,7 +7,7 @@ from urllib.parse import unquote
 
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException
-from starlette.responses import PlainTextResponse
+from starlette.responses import JSONResponse, PlainTextResponse
 
 from llava_norm_align.space.guard import NOT_READ
 from llava_norm_align.space.limits import MAX_BYTES
@@ -36,7 +36,7 @@ class Doorkeeper:
         if sentence := refusal(scope["path"]):
             await PlainTextResponse(sentence, 403)(scope, receive, send)
             return
-        started = False
+        started, path = False, scope["path"].rstrip("/")
 
         async def note(message: dict[str, Any]) -> None:
             nonlocal started
@@ -44,10 +44,13 @@ class Doorkeeper:
             await send(message)
 
         try:
-            await self.app(scope, limited(receive, scope["path"].rstrip("/").endswith("/upload")), note)
+            await self.app(scope, limited(receive, path.endswith("/upload")), note)
         except Exception as error:  # Gradio's; the server would print a traceback for everyone who asks for nonsense
             if started:
                 raise
+            if path.endswith("/cancel"):  # two at once: what the second one wants has happened
+                await JSONResponse({"success": True})(scope, receive, send)
+                return
             log.warning("A request could not be answered (%s)", type(error).__name__)
             await PlainTextResponse(NOT_READ, 500)(scope, receive, send)
 

@@ -1,12 +1,13 @@
 """The page: what stands where, and which button calls what of the desk."""
 
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import gradio as gr
 
 from llava_norm_align.space import limits, words
-from llava_norm_align.space.desk import Asked, Desk, remember
+from llava_norm_align.space.desk import Desk, Visit
 from llava_norm_align.space.examples import find_examples, micro_note
 from llava_norm_align.space.guard import GuardedBlocks, one_sentence
 from llava_norm_align.space.models import Shown
@@ -67,45 +68,63 @@ def _ask(desk: Desk) -> tuple[gr.Image, gr.Textbox]:
                 boxes = [_answer_box(shown) for shown in desk.models]
             gr.HTML(f"<p class='quiet'>{words.ALONE}</p>")
             history = gr.HTML(elem_id="history")
-    asked, entries = gr.State(None, time_to_live=HOUR), gr.State([], time_to_live=HOUR)
+    visit = gr.State(Visit(), time_to_live=HOUR)
 
     def answer(
-        last: Asked | None,
+        visit: Visit,
         picture: str | None,
         question: str,
         most_tokens: float,
         temperature: float,
         event: gr.EventData,
     ) -> Iterator[Any]:
-        if event.target is retry and last is not None:
-            picture, question = last.picture, last.question
+        ends = visit.ends
+        if event.target is retry and visit.asked is not None:
+            picture, question = visit.asked.picture, visit.asked.question
         with one_sentence():
-            asked = desk.accept(picture, question, most_tokens, temperature)
-            yield asked, *[""] * len(boxes)
-            for texts in desk.ask(asked):
-                yield asked, *texts
+            visit.asked = desk.accept(picture, question, most_tokens, temperature)
+            yield as_outputs([""] * len(boxes))
+            with closing(desk.ask(visit.asked)) as stream:
+                for texts in stream:
+                    if visit.ends > ends:  # pressed before the page knew how to cancel this answer
+                        if visit.asked is None:
+                            yield as_outputs([""] * len(boxes))
+                        return
+                    yield as_outputs(texts)
 
     def answer_program(picture: str | None, question: str, most_tokens: float, temperature: float) -> Iterator[Any]:
         with one_sentence():
             for texts in desk.ask(desk.accept(picture, question, most_tokens, temperature)):
-                yield texts if len(texts) > 1 else texts[0]
+                yield as_outputs(texts)
 
-    def keep(asked: Asked | None, entries: list[dict], *answers: str) -> tuple[list[dict], str]:
-        entries = entries if asked is None else remember(entries, asked, answers)
-        return entries, words.history(entries, desk.models)
+    def keep(visit: Visit, *answers: str) -> str:
+        visit.keep(answers)
+        return words.history(visit.entries, desk.models)
 
-    inputs, kept = [picture, question, tokens, temperature], [entries, history]
+    def stop_answer(visit: Visit, *answers: str) -> str:
+        visit.stop()
+        return keep(visit, *answers)
+
+    def clear_page(visit: Visit) -> list[Any]:
+        visit.clear()
+        return [None, "", "", *[""] * len(boxes)]
+
+    inputs = [picture, question, tokens, temperature]
     # One event for all three, so that the page lets none of them begin before the last has ended.
     asks = [ask.click, question.submit, retry.click]
-    answered = gr.on(asks, answer, [asked, *inputs], [asked, *boxes], **ONE, api_visibility="private")
-    answered.success(keep, [asked, entries, *boxes], kept, **AT_ONCE)
+    answered = gr.on(asks, answer, [visit, *inputs], boxes, **ONE, api_visibility="private")
+    answered.success(keep, [visit, *boxes], history, **AT_ONCE)
     gr.on([stop.click, clear.click], None, cancels=answered)  # before what else they do: the page goes by this order
-    stop.click(keep, [asked, entries, *boxes], kept, **AT_ONCE)
-    empty = [None, "", *[""] * len(boxes), None, [], ""]
-    clear.click(lambda: empty, None, [picture, question, *boxes, asked, entries, history], **AT_ONCE)
+    stop.click(stop_answer, [visit, *boxes], history, **AT_ONCE)
+    clear.click(clear_page, visit, [picture, question, history, *boxes], **AT_ONCE)
     # a button that nobody sees: for programs, which send all of a question at once
     gr.Button(visible=False).click(answer_program, inputs, boxes, **ONE, api_name="ask")
     return picture, question
+
+
+def as_outputs(texts: list[str]) -> Any:
+    """The answers as Gradio takes them: a single one not as a list."""
+    return texts if len(texts) > 1 else texts[0]
 
 
 def _answer_box(shown: Shown) -> gr.Textbox:
@@ -169,7 +188,6 @@ def _see(desk: Desk, tab: gr.Tab, picture: gr.Image, question: gr.Textbox) -> No
 def _compare(desk: Desk, tab: gr.Tab) -> None:
     """The result files of the norm-aligned model; read when the tab is opened first."""
     evaluation = gr.Markdown(elem_id="evaluation", elem_classes="words")
-    gr.HTML("<h3>Training</h3>")
     curves = gr.HTML(elem_id="curves", elem_classes="words")
 
     def compare() -> tuple[str, str]:

@@ -8,8 +8,8 @@ from llava_norm_align.space.models import Shown
 INTRO = (
     "A LLaVA turns a picture into tokens and puts them before the question. Those visual tokens are often many times "
     "longer (in L2 norm) than text tokens. Norm alignment puts one normalising layer between picture and language "
-    "model, so that both start with the same length. <b>Pick an example or add a picture, ask both models, then open "
-    "See</b> for what the layer does to this very picture."
+    "model, so that both start with about the same length. <b>Pick an example or add a picture, ask both models, then "
+    "open See</b> for what the layer does to this very picture."
 )
 ONE_STOCK = (
     "This page was started with a stock model alone. It cannot show what norm alignment changes: neither a second "
@@ -93,9 +93,10 @@ print(client.predict(handle_file("photo.jpg"), "What is in the picture?", api_na
 
 | endpoint | takes | gives |
 |---|---|---|
-| `/ask` | picture, question, most tokens (1 to {tokens}), temperature (0: always the likeliest word; to 2) | {said}: \
-the text so far, many times; the last is the answer |
-| `/see` | picture, question | a list with a diagnosis for each model: `norms`, `ratio`, `layers`, `attention` |
+| `/ask` | picture, question, tokens of the longest answer (1 to {tokens}), temperature (0: always the likeliest \
+word; to 2) | {said}: the text so far, many times; the last is the answer |
+| `/see` | picture, question | a list with a diagnosis for each model: `norms`, `ratio`, `layers`, `attention`, \
+and what is `missing` |
 | `/models` | nothing | name, kind and training steps of each model, and the limits |
 
 Pictures are uploaded files (PNG, JPEG, WebP, GIF or BMP; at most {megabytes} MB and {megapixels} million pixels);

@@ -9,7 +9,7 @@ import pytest
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 PACKAGES = {"gradio": "app", "playwright": "browser"}  # and the extra that brings each
-# Without the sandbox, which root cannot have; the rest keeps Chromium itself from asking other hosts.
+# Without the sandbox, which root cannot have, and a GPU; the rest keeps Chromium itself from asking other hosts.
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
 FLAGS += ["--disable-component-update", "--disable-sync"]
 # Notes what a box shows whenever a frame is drawn: a look from outside now and then would miss some of it.
@@ -111,6 +111,9 @@ class Visitor:
     def wait(self):
         """Until the answers are there, or the error; the answers (base, aligned)."""
         self.page.wait_for_function("asked => window.ended === asked", arg=self.asked)
+        return self.texts()
+
+    def texts(self):
         return [self.page.input_value(f"#answer-{name} textarea") for name in ("base", "aligned")]
 
     def stop(self):

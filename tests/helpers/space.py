@@ -19,7 +19,6 @@ from llava_norm_align.space.settings import Settings
 from tests.helpers import answers, tiny
 
 ROOT = Path(__file__).resolve().parents[2]
-ONE_SENTENCE = re.compile(r"[A-Z][^.;]*[^.]*\.?$")
 
 
 def build(root):

@@ -14,7 +14,7 @@ pytest.importorskip("gradio")
 
 from llava_norm_align.evaluation.answer import answer
 from llava_norm_align.space.answers import check_fits, stream_answers
-from llava_norm_align.space.desk import Desk, remember
+from llava_norm_align.space.desk import Desk, Visit
 from llava_norm_align.space.limits import Refused
 from llava_norm_align.space.settings import Settings
 from tests.helpers import answers, space, tiny
@@ -99,16 +99,21 @@ def test_a_closed_question_is_not_answered_further(desk, root):
 
 
 def test_questions_are_remembered_for_a_visitor(desk, root):
-    one, two = (
-        lambda question, name=name: desk.accept(str(root / name), question, 4, 0) for name in ("0.png", "1.png")
-    )
-    entries = remember([], one("a"), ["x", "y"])
-    entries = remember(entries, two("a"), ["x", "z"])  # another picture: another question
-    assert [entry["answers"] for entry in entries] == [["x", "y"], ["x", "z"]]
-    entries = remember(entries, two(" a "), ["w", "v"])
-    assert [entry["answers"] for entry in entries] == [["x", "y"], ["w", "v"]]
-    assert remember(entries, two("b"), ["", ""]) == entries  # stopped before the first word
+    visit = Visit()
+
+    def ask(picture, question, answers):
+        visit.asked = desk.accept(str(root / picture), question, 4, 0)
+        visit.keep(answers)
+        return [entry["answers"] for entry in visit.entries]
+
+    ask("0.png", "a", ["x", "y"])
+    assert ask("1.png", "a", ["x", "z"]) == [["x", "y"], ["x", "z"]]  # another picture: another question
+    assert ask("1.png", " a ", ["w", "v"]) == [["x", "y"], ["w", "v"]]
+    assert ask("1.png", "b", ["", ""]) == [["x", "y"], ["w", "v"]]  # stopped before the first word
     for number in range(30):
-        entries = remember(entries, two(str(number)), ["x", "y"])
-    assert [entry["question"] for entry in entries] == [str(number) for number in range(10, 30)]
-    assert len(entries[0]["picture"]) < 8000
+        ask("1.png", str(number), ["x", "y"])
+    assert [entry["question"] for entry in visit.entries] == [str(number) for number in range(10, 30)]
+    assert len(visit.entries[0]["picture"]) < 8000
+    visit.clear()
+    visit.keep(["x", "y"])
+    assert visit.entries == []

@@ -125,7 +125,7 @@ def test_one_model_makes_one_column(root):
 
 
 def test_results_are_shown_where_they_lie_in_the_folder(root, models):
-    assert compare(models) == (NO_EVALUATION, f"<p>{NO_TRAINING}</p>")
+    assert compare(models) == (NO_EVALUATION, f"<h3>Training</h3><p>{NO_TRAINING}</p>")
     folder = root / "aligned"
     release_card.add_evaluation(folder)
     release_card.add_training(folder)
