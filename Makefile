@@ -14,7 +14,7 @@ INSTALL := -m pip install --disable-pip-version-check
 
 # One thread a process: tiny models gain nothing from more, and the workers would fight for the cores.
 FAST := env OMP_NUM_THREADS=1
-PYTEST_FAST := -m pytest tests/fast -n $(JOBS) --dist loadfile
+PARALLEL := -m pytest -n $(JOBS) --dist loadfile
 
 .PHONY: help demo test test-slow test-newest test-lmms browser lint format release-folder readme clean
 .DELETE_ON_ERROR:
@@ -32,9 +32,10 @@ demo: .venv/.ready
 	.venv/bin/llava-norm-align demo --overwrite
 
 test: lint .venv-tf4/.ready browser
-	$(FAST) $(PY) $(PYTEST_FAST)
-	$(FAST) $(PY4) $(PYTEST_FAST)
-	$(PY) -m pytest tests/matrix tests/real tests/browser
+	$(FAST) $(PY) $(PARALLEL) tests/fast
+	$(FAST) $(PY4) $(PARALLEL) tests/fast
+	$(FAST) $(PY) $(PARALLEL) tests/matrix tests/real
+	$(PY) -m pytest tests/browser
 
 test-slow: .venv/.ready .venv-tf4/.ready
 	$(PY) -m pytest tests/slow
@@ -43,8 +44,8 @@ test-newest: .venv-tf4/.ready
 	rm -rf .venv-newest
 	$(call environment,.venv-newest,$(TORCH),,$(EXTRAS_5))
 	@$(NEWEST) -m pip freeze --exclude-editable
-	$(FAST) $(NEWEST) $(PYTEST_FAST)
-	$(NEWEST) -m pytest tests/matrix
+	$(FAST) $(NEWEST) $(PARALLEL) tests/fast
+	$(FAST) $(NEWEST) $(PARALLEL) tests/matrix
 
 test-lmms: .venv-lmms/.ready
 	$(FAST) $(LMMS) -m pytest tests/lmms
