@@ -124,7 +124,7 @@ class Desk:
             "limits": {
                 "max_new_tokens": self.settings.max_new_tokens,
                 "waiting": self.settings.queue,
-                "megabytes": limits.MAX_BYTES // 1_000_000,
+                "megabytes": limits.MAX_BYTES // 2**20,
                 "megapixels": limits.MAX_PIXELS // 1_000_000,
                 "characters": limits.MAX_QUESTION,
             },

@@ -101,7 +101,7 @@ and what is `missing` |
 
 Pictures are uploaded files (PNG, JPEG, WebP, GIF or BMP; at most {megabytes} MB and {megapixels} million pixels);
 addresses are not fetched. Questions have at most {characters} characters. One request runs at a time, {queue} may
-wait, and more are turned away. Pictures are deleted after an hour, and questions and answers when the page is closed.
+wait, and more are turned away. Pictures are deleted after an hour; questions and answers are written to no file.
 """
 
 
