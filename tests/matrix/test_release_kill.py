@@ -3,6 +3,7 @@
 What can be caught (SIGTERM) says besides what the Hub holds.
 """
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -37,6 +38,7 @@ def run(server, folder, match=None, number=signal.SIGKILL, **fault):
 
 
 def work(server, folder):
+    gc.freeze()  # the garbage of the tests before: a finalizer of it would swallow the exit that comes with a signal
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # as the program does
     release(server, folder)
 
