@@ -197,7 +197,7 @@ def test_stop_and_clear_count_before_the_server_has_answered(visit, rows, say):
     for button in ("#stop", "#clear"):
         network.send("Network.emulateNetworkConditions", slow | {"latency": 500})
         visitor.press_ask(POEM)
-        visitor.page.wait_for_timeout(200)
+        visitor.page.wait_for_timeout(350)
         visitor.page.click(button)
         visitor.page.wait_for_timeout(4000)
         texts = visitor.texts()

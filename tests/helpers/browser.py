@@ -34,7 +34,7 @@ COUNT = """(() => {
     };
     new MutationObserver(look).observe(document, {subtree: true, childList: true, attributes: true});
 })()"""
-WAIT = 60_000  # milliseconds
+WAIT = 180_000  # milliseconds
 ERROR = ".toast-body.error"
 
 

@@ -61,6 +61,6 @@ def client(hub, home, base, cwd, **more):
 def run(command, hub, home, base, cwd):
     """Run `command` to its end; its standard output."""
     command = [str(part) for part in command]
-    done = subprocess.run(command, **client(hub, home, base, cwd), capture_output=True, timeout=300)
+    done = subprocess.run(command, **client(hub, home, base, cwd), capture_output=True, timeout=1200)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-5000:]
     return done.stdout

@@ -13,7 +13,7 @@ PYTHONS = {"4": ROOT / ".venv-tf4/bin/python", "5": ROOT / ".venv/bin/python"}  
 PYTHONS[transformers.__version__[0]] = Path(sys.executable)  # the line under test, which may be the newest release
 
 
-def run_alone(tasks, folder, python=sys.executable, timeout=300):
+def run_alone(tasks, folder, python=sys.executable, timeout=1200):
     """Run alone.py, where llava_norm_align cannot be imported, on `tasks` (JSON) and return its results."""
     request, answer = Path(folder, "request.json"), Path(folder, "answer.json")
     request.write_text(json.dumps(tasks))

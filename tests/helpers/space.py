@@ -19,6 +19,7 @@ from llava_norm_align.space.settings import Settings
 from tests.helpers import answers, tiny
 
 ROOT = Path(__file__).resolve().parents[2]
+LONGEST = 600  # seconds that a process may take to start or to end
 
 
 def build(root):
@@ -45,9 +46,11 @@ def environment():
 @contextmanager
 def served(root, *arguments, **variables):
     """app.py on the models of `root`: its address and process. It is ended by SIGTERM."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    # Bound as long as the page is served, so that nobody else is given the port before the page listens there.
+    kept = socket.socket()
+    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the page's own, so that both may be bound
+    kept.bind(("127.0.0.1", 0))
+    port = kept.getsockname()[1]
     flags = arguments or ("--base", root / "base", "--aligned", root / "aligned")
     log = (root / "server.log").open("w+")
     process = subprocess.Popen(
@@ -60,18 +63,26 @@ def served(root, *arguments, **variables):
     )
     address = f"http://127.0.0.1:{port}"
     try:
-        for _ in range(600):
-            assert process.poll() is None, (root / "server.log").read_text()
-            try:
-                httpx.get(f"{address}/config", timeout=5)
-                break
-            except httpx.TransportError:
-                time.sleep(0.1)
+        wait_for(address, process, root / "server.log")
         yield address, process
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(LONGEST)
         log.close()
+        kept.close()
+
+
+def wait_for(address, process, log):
+    """Until the page answers, which takes minutes where others use the cores, too."""
+    deadline = time.monotonic() + LONGEST
+    with httpx.Client(timeout=5) as client:
+        while True:
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+            try:
+                client.get(f"{address}/config")
+                return
+            except httpx.TransportError:
+                time.sleep(0.1)
 
 
 def start_fails(*arguments, **variables):
@@ -79,7 +90,7 @@ def start_fails(*arguments, **variables):
     command = [sys.executable, ROOT / "app.py", *map(str, arguments)]
     done = subprocess.run(
         command, cwd=ROOT, env=environment() | variables, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-        timeout=120,
+        timeout=LONGEST,
     )  # fmt: skip
     return done.stderr.strip(), done.returncode
 
@@ -100,6 +111,14 @@ def call(address, endpoint, *values):
     text = httpx.get(f"{address}/gradio_api/call/{endpoint}/{sent.json()['event_id']}", timeout=120).text
     events = re.findall(r"event: (\w+)\ndata: (.*)", text)
     return [(name, json.loads(data)) for name, data in events], text
+
+
+# Of gradio_client's Client: alone, it gives up after 5 s, which a busy machine may need to take a question.
+PATIENT = {"verbose": False, "httpx_kwargs": {"timeout": 60}}
+
+
+def get(address):
+    return httpx.get(address, timeout=60)
 
 
 def picture(path):

@@ -41,7 +41,7 @@ def launch(folder, runs, command):
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=200,  # of processes that wait for each other
+        timeout=1200,  # of processes that wait for each other
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return [json.loads(path.read_text()) for path in sorted(folder.glob("request.*.json"))]

@@ -38,7 +38,7 @@ def program(server, home, *arguments, **variables):
     """The program on the Hub: exit code, standard output, standard error."""
     command = [sys.executable, "-m", "llava_norm_align", *map(str, arguments)]
     options = hub.client(server, home, os.environ, lines.ROOT, **variables)
-    done = subprocess.run(command, **options, capture_output=True, timeout=300)
+    done = subprocess.run(command, **options, capture_output=True, timeout=1200)
     for text in (done.stdout, done.stderr):
         assert hub.TOKEN not in text and "Traceback" not in text
     return done.returncode, done.stdout, done.stderr

@@ -24,6 +24,7 @@ MOMENTS = [
     ("POST .*/commit/", {"after": 0}),
     ("POST .*/commit/", {"lost": True}),
 ]
+SHARDS = 40  # five go up at once, so that some twenty of them are whole before the last kill of a PUT
 
 
 def run(server, folder, match=None, number=signal.SIGKILL, **fault):
@@ -52,7 +53,7 @@ def state(server):
 
 def test_ten_kills(tmp_path, monkeypatch):
     in_process(monkeypatch, tmp_path)
-    folder = write_folder(tmp_path / "model", shards=12)
+    folder = write_folder(tmp_path / "model", shards=SHARDS)
     with hub.running(tmp_path / "hub") as server:
         for match, fault in MOMENTS:
             assert run(server, folder, match, **fault) == -signal.SIGKILL
@@ -63,8 +64,8 @@ def test_ten_kills(tmp_path, monkeypatch):
         assert state(server) == contents(folder)
         assert server.titles("me/x") == ["initial commit", MESSAGE]
         whole = Counter(row["path"] for row in server.requests("PUT") if row["status"] == 200)
-        assert set(whole.values()) == {1} and len(whole) == 12  # no shard went twice
-        assert len(server.requests("PUT")) > 12  # those that were cut
+        assert set(whole.values()) == {1} and len(whole) == SHARDS  # no shard went twice
+        assert len(server.requests("PUT")) > SHARDS  # those that were cut
 
 
 def test_a_kill_of_an_upload_in_parts(tmp_path, monkeypatch):

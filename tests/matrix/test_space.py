@@ -54,13 +54,13 @@ def expected(models, picture, question, tokens):
 
 
 def test_models_are_told(address):
-    told = Client(address, verbose=False).predict(api_name="/models")
+    told = Client(address, **space.PATIENT).predict(api_name="/models")
     assert [(one["name"], one["kind"]) for one in told["models"]] == [("base", "stock"), ("aligned", "norm-aligned")]
     assert told["limits"]["max_new_tokens"] == 256
 
 
 def test_answers_stream_in_order_to_what_each_model_says(address, root, models):
-    job = Client(address, verbose=False).submit(handle_file(root / "1.png"), QUESTION, 24, 0, api_name="/ask")
+    job = Client(address, **space.PATIENT).submit(handle_file(root / "1.png"), QUESTION, 24, 0, api_name="/ask")
     updates = list(job)
     assert list(updates[-1]) == expected(models, root / "1.png", QUESTION, 24)
     assert len(updates) > 3
@@ -69,14 +69,14 @@ def test_answers_stream_in_order_to_what_each_model_says(address, root, models):
 
 
 def test_see_gives_the_diagnosis_of_both(address, root):
-    base, aligned = Client(address, verbose=False).predict(handle_file(root / "1.png"), QUESTION, api_name="/see")
+    base, aligned = Client(address, **space.PATIENT).predict(handle_file(root / "1.png"), QUESTION, api_name="/see")
     assert (base["model"], aligned["model"], len(base["layers"])) == ("base", "aligned", 2)
     assert base["ratio"]["mean"] == pytest.approx(base["norms"]["visual"]["mean"] / base["norms"]["text"]["mean"])
     assert str(root) not in json.dumps([base, aligned])
 
 
 def test_eight_at_once_get_their_own_answers(address, root, models):
-    said, clients = {}, [Client(address, verbose=False) for _ in range(8)]
+    said, clients = {}, [Client(address, **space.PATIENT) for _ in range(8)]
     asked = [(root / f"{number}.png", answers.QUESTIONS[number % 5], 4 + number) for number in range(8)]
 
     def ask(number):
@@ -158,12 +158,12 @@ def test_paths_and_addresses_are_refused(path, address, uploaded):
 
 
 def test_files_of_the_machine_are_not_served(address, uploaded):
-    assert httpx.get(f"{address}/gradio_api/file={uploaded}").status_code == 200
+    assert space.get(f"{address}/gradio_api/file={uploaded}").status_code == 200
     for path in ("/etc/passwd", f"{space.ROOT}/setup.cfg", f"{uploaded}/../../../../../../etc/passwd"):
-        answered = httpx.get(f"{address}/gradio_api/file={path}")
+        answered = space.get(f"{address}/gradio_api/file={path}")
         assert answered.status_code in (403, 404) and "root:" not in answered.text
     for path in ("file=https://example.com/x.png", "file=http%3A//127.0.0.1:9/", "proxy=https://example.com/x"):
-        assert httpx.get(f"{address}/gradio_api/{path}").text == "Addresses are not fetched."
+        assert space.get(f"{address}/gradio_api/{path}").text == "Addresses are not fetched."
 
 
 def test_fifty_megabytes_are_not_taken(address, tmp_path):
@@ -174,17 +174,17 @@ def test_fifty_megabytes_are_not_taken(address, tmp_path):
 
 
 def test_the_page_asks_no_other_host(address):
-    page = httpx.get(address).text
+    page = space.get(address).text
     head = re.sub(r"<meta[^>]*>|<script>window.gradio_config.*?</script>", "", page, flags=re.DOTALL)
     assert OTHER_HOST.findall(head) == []
-    config = httpx.get(f"{address}/config").json()
+    config = space.get(f"{address}/config").json()
     assert config["analytics_enabled"] is False and config["stylesheets"] == []
-    theme = httpx.get(f"{address}/theme.css").text
+    theme = space.get(f"{address}/theme.css").text
     assert "http" not in theme.replace("http://www.w3.org/2000/svg", "") and "system-ui" in theme
 
 
 def test_nothing_but_the_named_endpoints_is_public(address):
-    named = httpx.get(f"{address}/gradio_api/info").json()["named_endpoints"]
+    named = space.get(f"{address}/gradio_api/info").json()["named_endpoints"]
     assert set(named) == {"/ask", "/see", "/models"}
 
 

@@ -75,7 +75,7 @@ def listener():
 
 def index(address, name):
     """The number of the function behind an endpoint."""
-    dependencies = httpx.get(f"{address}/config").json()["dependencies"]
+    dependencies = space.get(f"{address}/config").json()["dependencies"]
     return next(one["id"] for one in dependencies if one["api_name"] == name)
 
 
@@ -91,7 +91,7 @@ def test_nobody_passes_by_the_queue(address, root, picture):
     for name, data in (("see", seen), ("ask", asked)):
         answered = post(address, "run/predict", data=data, fn_index=index(address, name), session_hash="x")
         assert answered.status_code == 404, name
-    client = Client(address, verbose=False)
+    client = Client(address, **space.PATIENT)
     assert all(client.predict(handle_file(root / "0.png"), QUESTION, 6, 0, api_name="/ask"))
     assert len(client.predict(handle_file(root / "0.png"), QUESTION, api_name="/see")) == 2
 
@@ -141,7 +141,7 @@ def chunks(content):
 
 
 def test_what_the_page_does_not_need_is_not_there(address, temporary, picture):
-    client = Client(address, verbose=False)
+    client = Client(address, **space.PATIENT)
     client.predict(picture, QUESTION, 6, 0, api_name="/ask")  # so that there is something to link to
     before = sorted(temporary.rglob("*"))
     recording = {"video": ("x.webm", bytes(1000), "video/webm")}
@@ -150,7 +150,8 @@ def test_what_the_page_does_not_need_is_not_there(address, temporary, picture):
             answered = httpx.post(f"{address}{prefix}/{name}", files=recording, timeout=60)
             assert (answered.status_code, answered.text) == (403, "This page does not offer that.")
         for name in ("deep_link", "deep%5flink"):
-            assert httpx.get(f"{address}{prefix}/{name}?session_hash={client.session_hash}").status_code == 403
+            link = f"{address}{prefix}/{name}?session_hash={client.session_hash}"
+            assert space.get(link).status_code == 403
     assert post(address, "component_server", data=1).status_code == 403
     assert sorted(temporary.rglob("*")) == before
 

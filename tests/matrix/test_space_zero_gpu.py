@@ -40,7 +40,7 @@ def served(root, *before):
 
 def test_answers_and_numbers_come_from_the_lent_process(root):
     with served(root) as (address, process):
-        client = Client(address, verbose=False)
+        client = Client(address, **space.PATIENT)
         picture = handle_file(str(root / "0.png"))
         expected = [
             answer(one.model, one.processor, open_image(root / "0.png"), QUESTION, max_new_tokens=12)
