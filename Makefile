@@ -34,7 +34,7 @@ demo: .venv/.ready
 test: lint .venv-tf4/.ready browser
 	$(FAST) $(PY) $(PARALLEL) tests/fast
 	$(FAST) $(PY4) $(PARALLEL) tests/fast
-	$(FAST) $(PY) $(PARALLEL) tests/matrix tests/real
+	$(FAST) $(PY) $(PARALLEL) --no-loadscope-reorder tests/real tests/matrix
 	$(PY) -m pytest tests/browser
 
 test-slow: .venv/.ready .venv-tf4/.ready

@@ -5,13 +5,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("gradio")
 
 from llava_norm_align.common.errors import InputError
 from llava_norm_align.common.revisions import split_revision
 from llava_norm_align.space import models
-from llava_norm_align.space.models import find_models, training
+from llava_norm_align.space.models import find_models, load_models, training
 from llava_norm_align.space.settings import Settings, read_settings
 from tests.helpers import space
 
@@ -94,6 +95,18 @@ def test_without_names_micro_llava_is_shown(root, monkeypatch):
         ("micro-LLaVA", False, True),
         ("micro-LLaVA with a norm", True, True),
     ]
+
+
+def test_micro_llava_computes_in_float32_unless_told_otherwise(root, tmp_path, monkeypatch):
+    folders = [shutil.copytree(root / name, tmp_path / name) for name in ("base", "aligned")]
+    for folder in folders:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    monkeypatch.setattr(models, "default_models", lambda wheels, echo: folders)
+    for dtype, expected in (("auto", torch.float32), ("bfloat16", torch.bfloat16)):
+        assert [one.model.dtype for one in load_models(Settings(dtype=dtype))] == [expected] * 2
+    named = load_models(Settings(base=str(folders[0]), aligned=str(folders[1])))  # what config.json says
+    assert [one.model.dtype for one in named] == [torch.bfloat16] * 2
 
 
 def test_training_is_read_from_the_folder(root, tmp_path):

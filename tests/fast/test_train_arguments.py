@@ -55,6 +55,11 @@ def test_every_line_of_a_recipe_says_what_it_is_and_its_default(name):
             assert default == (getattr(known, "value", known) or "trainer_output"), line
 
 
+@pytest.mark.parametrize("name", ["micro_stage1", "micro_stage2"])
+def test_what_is_for_a_cpu_computes_in_float32(name):
+    assert parse([name])[1].bf16 is False
+
+
 # haotian-liu/LLaVA, scripts/v1_5/{pretrain,finetune,finetune_lora}.sh
 @pytest.mark.parametrize(
     ("name", "rate", "batch", "trained"),

@@ -18,12 +18,12 @@ def found(tmp_path_factory):
     """diagnosis.json of each line."""
     folders = {line: tmp_path_factory.mktemp("diagnosis") for line in PYTHONS}
     for line, folder in folders.items():
-        run("diagnose", cached_micro(), "--out", folder, "--no-attention", line=line)
+        run("diagnose", cached_micro(), "--out", folder, "--no-attention", "--dtype", "float32", line=line)
     return {line: json.loads((folder / "diagnosis.json").read_text()) for line, folder in folders.items()}
 
 
 def test_norms_and_angles_are_those_of_the_hidden_states(found):
-    model = AutoModelForImageTextToText.from_pretrained(cached_micro(), dtype=torch.bfloat16).eval()
+    model = AutoModelForImageTextToText.from_pretrained(cached_micro(), dtype=torch.float32).eval()
     processor = AutoProcessor.from_pretrained(cached_micro())
     content = [{"type": "image"}, {"type": "text", "text": QUESTION}]
     text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
@@ -31,7 +31,7 @@ def test_norms_and_angles_are_those_of_the_hidden_states(found):
     for path in sample_photos("A test", PHOTOS):
         inputs = processor(text=text, images=Image.open(path).convert("RGB"), return_tensors="pt")
         with torch.no_grad():
-            states = model(**inputs.to(dtype=torch.bfloat16), output_hidden_states=True).hidden_states
+            states = model(**inputs, output_hidden_states=True).hidden_states
         visual = inputs["input_ids"][0] == model.config.image_token_id
         first, second = (state[0][visual].double() for state in states[:2])
         norms.append(first.norm(dim=-1))

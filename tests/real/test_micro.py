@@ -138,7 +138,7 @@ def test_it_answers_and_the_gap_is_there(micro, model):
     hook.remove()
     prefill = norms[0]  # [L]: 64 visual tokens among the text
     assert prefill.topk(64).values.median() > 3 * T
-    result = exact_match(model, processor, rows)
+    result = exact_match(load_model(micro, "float32"), processor, rows)  # which every CPU computes fast
     assert result["accuracy"] >= 0.75
     assert len(set(result["predictions"])) >= 8  # of 11 answers
 
