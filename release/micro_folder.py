@@ -20,6 +20,7 @@ from llava_norm_align.evaluation.evaluate import evaluate
 from llava_norm_align.trl_recipes.train import train
 
 RECIPE = "micro_stage2"
+DTYPE = "float32"  # as the recipe: every CPU computes it fast
 NAME = "micro-llava-norm-align"
 STOCK, CONVERTED, CONTROL = "micro-llava", "converted", "micro-llava-trained"  # what it is made of and compared with
 NOTICE = """\
@@ -62,8 +63,8 @@ def build(
         if not (model / FOLDER / "diagnosis.json").exists():
             echo(f"Diagnosis of {model}")
             other = None if model == stock else str(stock / FOLDER / "diagnosis.json")
-            diagnose(str(model), other=other)
-    evaluate(str(folder), ["easy-vqa"], baselines=[str(target / CONTROL)], limit=questions, echo=echo)
+            diagnose(str(model), dtype=DTYPE, other=other)
+    evaluate(str(folder), ["easy-vqa"], baselines=[str(target / CONTROL)], limit=questions, dtype=DTYPE, echo=echo)
     _write_licences(folder, wheels)
     echo(f"Written: {folder}. Look at what a release would put up:")
     echo(f"    llava-norm-align release {folder} USER/{NAME} --license apache-2.0 --check")

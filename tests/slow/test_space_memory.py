@@ -23,7 +23,7 @@ def test_memory_stays_after_the_first_requests(tmp_path):
     rows = load_questions("test")[:200]
     variables = {"LLAVA_NORM_ALIGN_CACHE": os.environ.get("LLAVA_NORM_ALIGN_CACHE", str(tmp_path / "cache"))}
     with space.served(tmp_path, "--max-new-tokens", "64", **variables) as (address, process):
-        clients, memory = [Client(address, verbose=False) for _ in range(4)], {}
+        clients, memory = [Client(address, **space.PATIENT) for _ in range(4)], {}
         for number, row in enumerate(rows, start=1):
             client, picture = clients[number % 4], handle_file(str(row.image))
             client.predict(picture, row.question, 16, 0, api_name="/ask")
